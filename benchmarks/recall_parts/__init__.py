@@ -1,0 +1,1 @@
+"""Parts of the recall benchmark: the task, the models, training, the report."""

@@ -1,0 +1,47 @@
+"""Atlas for Transformers: importing this package registers its classes with the Auto factories."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.models.auto import modeling_auto
+
+from atlas_hf.modeling.cache_atlas import AtlasCacheLayer
+from atlas_hf.modeling.configuration_atlas import AtlasConfig
+from atlas_hf.modeling.modeling_atlas import (
+    AtlasForCausalLM,
+    AtlasForSequenceClassification,
+    AtlasForTokenClassification,
+    AtlasModel,
+    AtlasPreTrainedModel,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AtlasCacheLayer",
+    "AtlasConfig",
+    "AtlasForCausalLM",
+    "AtlasForSequenceClassification",
+    "AtlasForTokenClassification",
+    "AtlasModel",
+    "AtlasPreTrainedModel",
+]
+
+AutoConfig.register("atlas", AtlasConfig, exist_ok=True)
+for _factory, _mapping, _model in (
+    (AutoModel, "MODEL_MAPPING_NAMES", AtlasModel),
+    (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", AtlasForCausalLM),
+    (
+        AutoModelForSequenceClassification,
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        AtlasForSequenceClassification,
+    ),
+    (AutoModelForTokenClassification, "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", AtlasForTokenClassification),
+):
+    _factory.register(AtlasConfig, _model, exist_ok=True)
+    # Trainer's label smoothing knows causal models by these tables of names only.
+    getattr(modeling_auto, _mapping)["atlas"] = _model.__name__

@@ -1,0 +1,1 @@
+"""Files that travel with a checkpoint as remote code: flat, with imports among themselves only."""

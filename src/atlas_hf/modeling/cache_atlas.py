@@ -1,0 +1,193 @@
+"""The one file that talks to transformers' cache: a layer that holds a memory of fixed size instead of keys and values."""
+
+import torch
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
+from transformers.utils import is_torchdynamo_compiling
+
+from .configuration_atlas import LAYER_TYPE
+
+
+class AtlasCacheLayer(CacheLayerMixin):
+    """Named states of one Atlas block, the batch first in each, and the number of positions seen.
+
+    `DynamicCache(config=config)` builds these layers by their registered type. States are replaced, never written in
+    place, so that a backward pass may go through several cached segments.
+    """
+
+    _layer_type = LAYER_TYPE
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    # The learned initial memory is not known before the first forward pass.
+    supports_early_init = False
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.states: dict[str, torch.Tensor] = {}
+        self.cumulative_length = 0
+        self.device = None
+        self.record_past = False
+        # (states before the first recorded forward, [(replay, its inputs, number of tokens), ...])
+        self._recorded = None
+
+    def get_states(self) -> dict[str, torch.Tensor] | None:
+        """The states to go on from; `None` at a sequence's start."""
+        return self.states if self.is_initialized else None
+
+    def update_states(self, states: dict[str, torch.Tensor], num_tokens: int, replay=None) -> None:
+        """Take the states after `num_tokens` more positions (padding included).
+
+        `replay`: `(function, inputs)`, with `function(states, *inputs)` giving `(output, states)` again from inputs cut to
+        their first tokens; what `crop` needs.
+        """
+        before = self.states
+        if not self.is_initialized:
+            self.lazy_initialization(next(iter(states.values())))
+        if self.record_past and replay is not None:
+            first, pending = (before, []) if self._recorded is None else self._recorded
+            self._recorded = (first, [*pending, (*replay, num_tokens)])
+        self.states = states
+        self.cumulative_length += num_tokens
+
+    def lazy_initialization(self, key_states, value_states=None) -> None:
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        # Rebuilding a DynamicCache from its parts, as DDP does, passes what iterating it gave: nothing.
+        if key_states is None and value_states is None:
+            return None, None
+        raise TypeError("an Atlas layer holds a memory, not keys and values: use `update_states`")
+
+    def get_seq_length(self) -> int:
+        """Positions seen, padding included: the attention mask's length less the new tokens."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cumulative_length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _map(self, function) -> None:
+        if self._recorded is not None:
+            raise RuntimeError(
+                "the batch of a recorded cache cannot change between a forward pass and its `crop`: call `crop(0)` first"
+            )
+        self.states = {name: function(state) for name, state in self.states.items()}
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map(lambda state: state.index_select(0, beam_idx.to(state.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map(lambda state: state[indices.to(state.device)])
+
+    def offload(self) -> None:
+        self._map(lambda state: state.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._map(lambda state: state.to(self.device, non_blocking=True))
+
+    def reset(self) -> None:
+        """Forget the sequence: the next one starts from the learned memory, not from zeros."""
+        self.states, self._recorded, self.is_initialized, self.cumulative_length = {}, None, False, 0
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last `-tokens_to_remove` tokens back: restore the recorded states and replay the tokens that stay."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove={tokens_to_remove}: pass minus the number of tokens to remove, or 0")
+        if self._recorded is None:
+            if tokens_to_remove != 0:
+                raise RuntimeError(
+                    "a memory of fixed size cannot be cut after the fact: call `cache.activate_past_recording()` before the "
+                    "forward pass whose tokens are to be removed"
+                )
+            return
+        before, pending = self._recorded
+        kept = sum(num_tokens for *_, num_tokens in pending) + tokens_to_remove
+        if kept < 0:
+            raise RuntimeError(
+                f"cannot remove {-tokens_to_remove} tokens: only {kept - tokens_to_remove} were recorded"
+            )
+        self._recorded = None
+        if tokens_to_remove == 0:
+            return
+        self.cumulative_length += tokens_to_remove
+        states = before or None
+        for function, inputs, num_tokens in pending:
+            take = min(num_tokens, kept)
+            kept -= take
+            if take:
+                _, states = function(states, *(x if x is None else x[:, :take] for x in inputs))
+        self.states = states if states is not None else {}
+        self.is_initialized = states is not None
+
+
+class AtlasStaticCacheLayer(AtlasCacheLayer):
+    """The same states at fixed addresses, for `cache_implementation="static"` and compiled forward passes."""
+
+    # An own registered type would replace the dynamic layer's.
+    _layer_type = None
+    is_compileable = True
+    is_croppable = False
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        # A tensor: a Python integer would become a constant of the compiled graph.
+        self.cumulative_length = torch.tensor(0, dtype=torch.long)
+        self.buffers: dict[str, torch.Tensor] = {}
+
+    def update_states(self, states, num_tokens, replay=None) -> None:
+        if self.buffers.keys() != states.keys():
+            self.device = next(iter(states.values())).device
+            self.cumulative_length = self.cumulative_length.to(self.device)
+            self.buffers = {n: torch.zeros_like(s, memory_format=torch.contiguous_format) for n, s in states.items()}
+            if not is_torchdynamo_compiling():
+                for buffer in (*self.buffers.values(), self.cumulative_length):
+                    torch._dynamo.mark_static_address(buffer)
+        for name, state in states.items():
+            self.buffers[name].copy_(state)
+        self.states, self.is_initialized = self.buffers, True
+        self.cumulative_length.add_(num_tokens)
+
+    def _map(self, function) -> None:
+        self.buffers = {name: function(state) for name, state in self.states.items()}
+        self.states = self.buffers
+
+    def reset(self) -> None:
+        self.states, self.is_initialized = {}, False  # the buffers keep their addresses
+        self.cumulative_length.zero_()
+
+
+# Only transformers' own static layers register themselves there.
+STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = AtlasStaticCacheLayer
+LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[LAYER_TYPE] = create_recurrent_attention_mask
+
+
+def positions_seen(cache: Cache | None) -> int | torch.Tensor:
+    """Positions that a cache has seen, padding included; 0 without one."""
+    return 0 if cache is None else cache.get_seq_length()
+
+
+def check_cache(cache: Cache | None, num_layers: int) -> None:
+    """Refuse a cache whose layers cannot hold a memory.
+
+    Layers are known by their methods, not by class: another copy of this file, loaded as remote code, registers a class
+    of its own for the same layer type.
+    """
+    if cache is None:
+        return
+    if len(cache.layers) < num_layers or not all(hasattr(layer, "update_states") for layer in cache.layers):
+        kinds = sorted({type(layer).__name__ for layer in cache.layers})
+        raise ValueError(
+            f"cache has {len(cache.layers)} layers of type {', '.join(kinds) or 'none'}; an Atlas model with {num_layers} "
+            "blocks needs `DynamicCache(config=model.config)`"
+        )

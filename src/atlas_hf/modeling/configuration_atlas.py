@@ -1,0 +1,264 @@
+"""Configuration of Atlas models: fields, presets, sizes, and the rules between fields."""
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, PreTrainedConfig
+
+LAYER_TYPE = "atlas"
+
+CHOICES = {
+    "memory": ("linear", "mlp", "gated"),
+    "rule": ("gd", "muon"),
+    "inner_loss": ("l2", "dot"),
+    "momentum": ("carry", "restart", "none"),
+    "output_errors": ("exact", "anchored"),
+    "decay_to": ("init", "zero"),
+}
+
+# The members of the paper's family; everything not named here is the field's default.
+PRESETS = {
+    "atlas": {"memory": "mlp", "rule": "muon", "momentum": "restart"},
+    "atlas_plus_plus": {"memory": "gated", "rule": "muon", "momentum": "restart"},
+    "omeganet": {"memory": "mlp", "rule": "gd", "momentum": "none"},
+    "titans": {"memory": "mlp", "rule": "gd", "momentum": "carry", "omega_window": 1},
+}
+
+# Paper, table of model sizes: layers, width, heads.
+SIZES = {
+    "170M": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 16},
+    "340M": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16},
+    "760M": {"num_hidden_layers": 24, "hidden_size": 1536, "num_attention_heads": 16},
+    "1.3B": {"num_hidden_layers": 18, "hidden_size": 2048, "num_attention_heads": 8},
+}
+
+# Keys that transformers itself writes into config.json or sets on configurations, beside its declared fields.
+_KEYS_OF_TRANSFORMERS = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_from_auto",
+        "_from_pipeline",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "dtype",
+        "experts_implementation",
+        "is_decoder",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+        "transformers_weights",
+        "trust_remote_code",
+    }
+)
+
+
+@strict
+class AtlasConfig(PreTrainedConfig):
+    """Configuration of an Atlas model; `AtlasConfig.atlas()` and its siblings give the paper's variants.
+
+    Source: Behrouz et al., "ATLAS: Learning to Optimally Memorize the Context at Test Time" (arXiv 2505.23735).
+
+    Args:
+        vocab_size: number of token embeddings.
+        hidden_size: model width.
+        intermediate_size: width of the SwiGLU block; `None`: 8/3 of `hidden_size`, rounded up to a multiple of 64.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: heads of the memory mixer, each with a memory of its own.
+        head_dim: width of keys, queries and values; `None`: `hidden_size // num_attention_heads`.
+        hidden_act: activation of the SwiGLU block.
+        conv_kernel_size: tokens seen by the short causal convolutions of queries, keys and values.
+        memory: `"linear"`, `"mlp"` (Atlas, Eq. 42) or `"gated"` (Atlas++, Eq. 43).
+        memory_expansion: hidden width of a deep memory, as a multiple of `head_dim`.
+        rule: inner optimiser, `"gd"` (Eq. 10) or `"muon"` (Eq. 32).
+        inner_loss: `"l2"` (Eq. 9) or `"dot"` (Eq. 19).
+        momentum: `"carry"`, `"restart"` at each chunk, or `"none"`.
+        omega_window: tokens of the Omega rule's window, `c >= 1`.
+        chunk_size: tokens for which anchored gradients stay anchored, `b >= 1`. Part of the model: it cannot be changed for
+            speed after training.
+        muon_interval: Muon writes at every so-manieth token; divides `chunk_size`.
+        newton_schulz_steps: `k` of Muon; may be changed at inference.
+        output_errors: `"exact"` (the output matrix is written by gd on its latest error) or `"anchored"` (Eq. 15).
+        feature_degree: degree of the polynomial features, 1 (none) to 4 (Eq. 4, 5).
+        feature_rank: width that degrees above one act on, at most `head_dim`; `None`: `min(8, head_dim)`. Without meaning
+            at degree 1.
+        inner_norm: normalised inner step (NLMS).
+        hidden_rate: inner rate of the hidden matrices against the output matrix.
+        decay_to: retention fades the memory to its learned start (`"init"`) or to `"zero"` (the paper).
+        residual_scale: start of `rho` in Eq. 42; 0 leaves the residual out.
+        retention_init, learning_rate_init, momentum_init, window_gate_init: what the gates `alpha`, `eta`, `theta` and
+            `gamma[1:]` start at, each in (0, 1).
+        initializer_range: standard deviation of projections, embeddings and of a deep memory's output matrix.
+        max_position_embeddings: length the model was trained at. Atlas has no positional limit; evaluation tools read it.
+
+    Raises:
+        ValueError: an unknown or contradictory field; the message names field, value, allowed values and remedy.
+    """
+
+    model_type = "atlas"
+    keys_to_ignore_at_inference = ["cache"]
+    attribute_map = {"num_heads": "num_attention_heads"}
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "layout"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    conv_kernel_size: int = 4
+    memory: str = "mlp"
+    memory_expansion: int = 2
+    rule: str = "muon"
+    inner_loss: str = "l2"
+    momentum: str = "restart"
+    omega_window: int = 4
+    chunk_size: int = 16
+    muon_interval: int = 1
+    newton_schulz_steps: int = 5
+    output_errors: str = "exact"
+    feature_degree: int = 2
+    feature_rank: int | None = None
+    inner_norm: bool = True
+    hidden_rate: float = 0.1
+    decay_to: str = "init"
+    residual_scale: float = 0.0
+    retention_init: float = 0.999
+    learning_rate_init: float = 0.5
+    momentum_init: float = 0.5
+    window_gate_init: float = 0.02
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    layer_types: list[str] | None = None
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self, **kwargs):
+        fields = set(type(self).__dataclass_fields__) | set(self.attribute_map)
+        unknown = sorted(k for k in kwargs if k not in fields | _KEYS_OF_TRANSFORMERS)
+        if unknown:
+            raise ValueError(
+                f"unknown configuration field(s) {', '.join(f'{k}={kwargs[k]!r}' for k in unknown)}: "
+                f"remove or correct them; Atlas' own fields are {', '.join(sorted(AtlasConfig.__annotations__))}"
+            )
+        if self.head_dim is None and self.num_attention_heads > 0:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
+        if self.feature_rank is None and self.feature_degree > 1 and self.head_dim:
+            self.feature_rank = min(8, self.head_dim)
+        if self.layer_types is None:
+            self.layer_types = [LAYER_TYPE] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def _preset(cls, name: str, size: str | None, overrides: dict) -> "AtlasConfig":
+        if size is not None and size not in SIZES:
+            raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}; or leave it out and give the widths")
+        return cls(**{**PRESETS[name], **(SIZES[size] if size else {}), **overrides})
+
+    @classmethod
+    def atlas(cls, size: str | None = None, **overrides) -> "AtlasConfig":
+        """Atlas: deep memory, Omega rule, polynomial features, Muon. `size` is one of `SIZES`; fields override it."""
+        return cls._preset("atlas", size, overrides)
+
+    @classmethod
+    def atlas_plus_plus(cls, size: str | None = None, **overrides) -> "AtlasConfig":
+        """Atlas++: Atlas with a gated memory (Eq. 43)."""
+        return cls._preset("atlas_plus_plus", size, overrides)
+
+    @classmethod
+    def omeganet(cls, size: str | None = None, **overrides) -> "AtlasConfig":
+        """OmegaNet: the Omega rule by gradient descent, without momentum."""
+        return cls._preset("omeganet", size, overrides)
+
+    @classmethod
+    def titans(cls, size: str | None = None, **overrides) -> "AtlasConfig":
+        """Titans' long-term memory: gradient descent on the last token alone, momentum carried."""
+        return cls._preset("titans", size, overrides)
+
+    def validate_layer_type(self):
+        """Every block is an Atlas block; transformers' own check knows its own layer types only."""
+        if any(t != LAYER_TYPE for t in self.layer_types):
+            wrong = [t for t in self.layer_types if t != LAYER_TYPE]
+            hint = " (Atlas has no attention layers)" if any(t in ALLOWED_ATTN_LAYER_TYPES for t in wrong) else ""
+            raise ValueError(f"layer_types may only hold {LAYER_TYPE!r}, got {wrong}{hint}: leave the field out")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}: "
+                "leave layer_types out, or set both"
+            )
+
+    def validate_architecture(self):
+        """Allowed values, ranges and the rules between fields."""
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is not allowed: choose one of {', '.join(allowed)}")
+        positive = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        positive += ("head_dim", "conv_kernel_size", "memory_expansion", "omega_window", "chunk_size", "muon_interval")
+        for name in (*positive, "max_position_embeddings"):
+            if getattr(self, name) is None or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: it must be at least 1")
+        if self.newton_schulz_steps < 0:
+            raise ValueError(f"newton_schulz_steps={self.newton_schulz_steps} is not allowed: it must be 0 or more")
+        if self.hidden_rate < 0:
+            raise ValueError(f"hidden_rate={self.hidden_rate} is not allowed: it must be 0 or more")
+        for name in ("retention_init", "learning_rate_init", "momentum_init", "window_gate_init"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not allowed: it must lie between 0 and 1, both excluded"
+                )
+        if (
+            self.hidden_size % self.num_attention_heads
+            and self.head_dim == self.hidden_size // self.num_attention_heads
+        ):
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}: "
+                "change one of them, or set head_dim"
+            )
+        self._validate_memory()
+
+    def _validate_memory(self):
+        if not 1 <= self.feature_degree <= 4:
+            raise ValueError(f"feature_degree={self.feature_degree} is not allowed: choose 1 (no features), 2, 3 or 4")
+        if self.feature_degree == 1 and self.feature_rank is not None:
+            raise ValueError(
+                f"feature_rank={self.feature_rank} has no meaning with feature_degree=1: leave it out, or raise the degree"
+            )
+        if self.feature_degree > 1 and not 1 <= self.feature_rank <= self.head_dim:
+            raise ValueError(
+                f"feature_rank={self.feature_rank} is not allowed: it must lie between 1 and head_dim={self.head_dim}"
+            )
+        if self.rule == "muon" and self.output_errors == "exact" and self.memory == "linear":
+            raise ValueError(
+                "rule='muon' with output_errors='exact' leaves Muon to the hidden matrices, and memory='linear' has none: "
+                "set output_errors='anchored', rule='gd' or a deep memory"
+            )
+        if self.chunk_size % self.muon_interval:
+            raise ValueError(
+                f"muon_interval={self.muon_interval} does not divide chunk_size={self.chunk_size}: the last tokens of each "
+                "chunk would never be written; choose a divisor"
+            )
+        if self.rule == "gd" and self.muon_interval != 1:
+            raise ValueError(
+                f"muon_interval={self.muon_interval} has no meaning with rule='gd', which writes at every token: "
+                "set it to 1, or rule='muon'"
+            )
+        if self.memory == "linear" and self.residual_scale != 0:
+            raise ValueError(
+                f"residual_scale={self.residual_scale} belongs to deep memories (Eq. 42): set it to 0 with memory='linear'"
+            )

@@ -1,0 +1,171 @@
+"""The token mixer of an Atlas block: projections, gates and the recurrence over one layer's memory.
+
+Legend: B batch, T tokens, D model width, H heads, K = V head width, E hidden width of the memory, F features, c window.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .configuration_atlas import AtlasConfig
+from .dispatch import select_form
+from .feature_map import PolynomialFeatureMap
+from .sequence_layout import SequenceLayout
+from .short_convolution import ShortConvolution
+
+# The newest token's window gate starts open; the older ones at `window_gate_init`.
+NEWEST_GATE_INIT = 0.982
+
+
+def _logit(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+class HeadRMSNorm(nn.Module):
+    """Root-mean-square norm over each head's width, in float32."""
+
+    def __init__(self, head_dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight.float()).to(x.dtype)
+
+
+class AtlasMemory(nn.Module):
+    """Reads and rewrites a memory of fast weights as the tokens go by (paper, sections 3 to 5).
+
+    Queries, keys and values are projected, convolved over four tokens, passed through SiLU; queries and keys are
+    L2-normalised. Four kinds of gates per head come from the same input: retention `alpha`, inner learning rate `eta <= 1`,
+    momentum decay `theta` and the window's `gamma`. The output passes a norm per head and a SiLU gate.
+    """
+
+    def __init__(self, config: AtlasConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
+        width = self.num_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.g_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.conv = ShortConvolution(3 * width, config.conv_kernel_size)
+        self.num_gates = 3 + config.omega_window
+        self.gate_proj = nn.Linear(config.hidden_size, self.num_heads * self.num_gates, bias=False)
+        # Memory, features and gates stay in float32 whatever the model's dtype.
+        self.gate_bias = nn.Parameter(torch.empty(self.num_heads, self.num_gates, dtype=torch.float32))
+        self.feature_map = PolynomialFeatureMap(
+            self.num_heads, self.head_dim, config.feature_degree, config.feature_rank
+        )
+        self.memory_weights = nn.ParameterList(
+            torch.empty(self.num_heads, *shape, dtype=torch.float32) for shape in self._matrix_shapes()
+        )
+        self.residual_scale = None
+        if config.memory != "linear" and config.residual_scale != 0:
+            self.residual_scale = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+        self.norm = HeadRMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def _matrix_shapes(self) -> list[tuple[int, int]]:
+        features, hidden = self.feature_map.num_features, self.config.memory_expansion * self.head_dim
+        if self.config.memory == "linear":
+            return [(self.head_dim, features)]
+        num_hidden = 2 if self.config.memory == "gated" else 1
+        return [(self.head_dim, hidden)] + [(hidden, features)] * num_hidden
+
+    def reset_parameters(self, init) -> None:
+        """Starts of everything but the projections; `init` is `transformers.initialization`."""
+        config = self.config
+        self.conv.reset_parameters(init)
+        self.feature_map.reset_parameters(init)
+        starts = [config.retention_init, config.learning_rate_init, config.momentum_init, NEWEST_GATE_INIT]
+        starts += [config.window_gate_init] * (config.omega_window - 1)
+        init.copy_(self.gate_bias, torch.tensor([_logit(p) for p in starts]).expand(self.num_heads, -1))
+        init.ones_(self.norm.weight)
+        if config.memory == "linear":
+            init.zeros_(self.memory_weights[0])
+        else:
+            # Hidden units are O(1); the output is near zero, so that an unwritten memory says next to nothing.
+            init.normal_(self.memory_weights[0], mean=0.0, std=config.initializer_range)
+            for matrix in self.memory_weights[1:]:
+                init.normal_(matrix, mean=0.0, std=self.feature_map.squared_norm_at_start() ** -0.5)
+        if self.residual_scale is not None:
+            init.constant_(self.residual_scale, config.residual_scale)
+
+    def forward(self, hidden_states, layout: SequenceLayout | None = None, cache=None) -> torch.Tensor:
+        """`[B, T, D] -> [B, T, D]`; masked tokens (of `layout`) come out as zero and leave no trace in `cache`."""
+        if cache is None:
+            return self._mix(hidden_states, layout, None, False)[0]
+        layer = cache.layers[self.layer_idx]
+        output, states = self._mix(hidden_states, layout, layer.get_states(), True)
+        mask = None if layout is None else layout.mask
+        layer.update_states(states, hidden_states.shape[1], replay=(self._replay, (hidden_states, mask)))
+        return output
+
+    def _replay(self, states, hidden_states, mask):
+        return self._mix(hidden_states, None if mask is None else SequenceLayout.from_mask(mask), states, True)
+
+    def _gates(self, hidden_states):
+        """`log_alpha, eta, log_theta [B, T, H]` and `gamma [B, T, H, c]`, float32."""
+        logits = self.gate_proj(hidden_states).float().unflatten(-1, (self.num_heads, self.num_gates))
+        logits = logits + self.gate_bias
+        gamma = logits[..., 3:].sigmoid()
+        if self.config.rule == "gd" or self.config.output_errors == "exact":
+            # One normalised write must not overshoot, however many tokens of the window it serves.
+            gamma = gamma / gamma.sum(-1, keepdim=True).clamp_min(1)
+        return F.logsigmoid(logits[..., 0]), logits[..., 1].sigmoid(), F.logsigmoid(logits[..., 2]), gamma
+
+    def _mix(self, hidden_states, layout, states, keep_states: bool):
+        """Output `[B, T, D]` and, if wanted, the states to go on from; `states=None` begins every sequence anew."""
+        config = self.config
+        batch, num_tokens, _ = hidden_states.shape
+        qkv = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], -1)
+        gates = self._gates(hidden_states)
+        lengths = None
+        if layout is not None:
+            qkv, gates, lengths = layout.gather(qkv), [layout.gather(g) for g in gates], layout.lengths
+        qkv, tail = self.conv(qkv, None if states is None else states["conv"], lengths)
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in qkv.chunk(3, -1))
+        q, k = F.normalize(q.float(), dim=-1, eps=1e-6), F.normalize(k.float(), dim=-1, eps=1e-6)
+        log_alpha, eta, log_theta, gamma = gates
+        y, new_states = select_form(qkv.shape[1], states is not None)(
+            q,
+            k,
+            v.float(),
+            tuple(self.memory_weights),
+            log_alpha=log_alpha,
+            eta=eta,
+            log_theta=log_theta,
+            gamma=gamma,
+            feature_map=self.feature_map,
+            residual_scale=self.residual_scale,
+            chunk_size=config.chunk_size,
+            rule=config.rule,
+            momentum=config.momentum,
+            inner_loss=config.inner_loss,
+            output_errors=config.output_errors,
+            muon_interval=config.muon_interval,
+            newton_schulz_steps=config.newton_schulz_steps,
+            inner_norm=config.inner_norm,
+            hidden_rate=config.hidden_rate,
+            decay_to=config.decay_to,
+            lengths=lengths,
+            initial_state=states,
+            output_final_state=keep_states,
+        )
+        y = self.norm(y).flatten(2).to(hidden_states.dtype)
+        if layout is not None:
+            y = layout.scatter(y, batch, num_tokens)
+        output = self.o_proj(y * F.silu(self.g_proj(hidden_states)))
+        if not keep_states:
+            return output, None
+        new_states = {**new_states, "conv": tail.float()}
+        if layout is not None and len(layout.lengths) != batch:
+            # Packed documents: each row goes on from its last one.
+            new_states = {n: s.index_select(0, layout.last_sequence_of_row) for n, s in new_states.items()}
+        return output, new_states

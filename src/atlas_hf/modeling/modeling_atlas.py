@@ -1,0 +1,260 @@
+"""Atlas as a Transformers model: blocks of a recurrent memory and a SwiGLU, a base model and its heads."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache_atlas import check_cache, positions_seen
+from .configuration_atlas import LAYER_TYPE, AtlasConfig
+from .memory_layer import AtlasMemory
+from .sequence_layout import SequenceLayout
+
+
+class AtlasRMSNorm(nn.Module):
+    """Root-mean-square norm, taken in float32."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+class AtlasMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: AtlasConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class AtlasDecoderLayer(GradientCheckpointingLayer):
+    """Norm, memory, norm, SwiGLU, each pair around a residual stream."""
+
+    def __init__(self, config: AtlasConfig, layer_idx: int):
+        super().__init__()
+        self.input_layernorm = AtlasRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.memory = AtlasMemory(config, layer_idx)
+        self.post_memory_layernorm = AtlasRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = AtlasMLP(config)
+
+    # `cache` must stay a keyword of this name: gradient checkpointing finds it by it.
+    def forward(self, hidden_states, layout: SequenceLayout | None = None, cache: Cache | None = None, **kwargs):
+        hidden_states = hidden_states + self.memory(self.input_layernorm(hidden_states), layout=layout, cache=cache)
+        return hidden_states + self.mlp(self.post_memory_layernorm(hidden_states))
+
+
+class AtlasPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation shared by all Atlas models."""
+
+    config: AtlasConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["AtlasDecoderLayer"]
+    _can_record_outputs = {"hidden_states": AtlasDecoderLayer}
+    # A recorded cache can be cropped, so assisted decoding is allowed.
+    _is_stateful = False
+    _can_compile_fullgraph = False
+    _keep_in_fp32_modules_strict = ["memory_weights", "feature_map", "gate_bias", "residual_scale"]
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, AtlasMemory):
+            module.reset_parameters(init)
+
+
+def _check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tensor | None:
+    """The current tokens' part of a 2D mask as booleans, or `None` if every token is real."""
+    if attention_mask is None:
+        return None
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask[LAYER_TYPE]
+        if attention_mask is None:
+            return None
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must be [batch, tokens], got {tuple(attention_mask.shape)}: a memory has no pairs of tokens "
+            "to mask, only tokens that exist or do not"
+        )
+    length = attention_mask.shape[1]
+    if attention_mask.shape[0] != batch or length < num_tokens:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, but there are {batch} rows of {num_tokens} new tokens"
+            f" after {int(past)} cached ones: give [{batch}, {int(past) + num_tokens}], or only the new tokens' part"
+        )
+    mask = attention_mask[:, length - num_tokens :].bool()
+    if not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask
+
+
+def _packed_segments(kwargs, position_ids, mask, batch, num_tokens, device, past):
+    """Document numbers `[B, T]` of a packed batch from `seq_idx`, `cu_seq_lens_q` or restarting `position_ids`."""
+    seq_idx, cu = kwargs.pop("seq_idx", None), kwargs.pop("cu_seq_lens_q", None)
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        kwargs.pop(name, None)
+    segments = None
+    if seq_idx is not None:
+        if tuple(seq_idx.shape) != (batch, num_tokens):
+            raise ValueError(f"seq_idx must be {(batch, num_tokens)}, got {tuple(seq_idx.shape)}")
+        segments = seq_idx
+    if cu is not None:
+        if batch != 1 or int(cu[0]) != 0 or int(cu[-1]) != num_tokens or bool((cu.diff() < 0).any()):
+            raise ValueError(
+                f"cu_seq_lens_q must rise from 0 to the number of tokens of a batch of one row, got {cu.tolist()} for "
+                f"{batch} rows of {num_tokens} tokens"
+            )
+        marks = torch.zeros(1, num_tokens + 1, dtype=torch.long, device=device)
+        marks[:, cu[1:].long()] = 1
+        from_cu = marks[:, :-1].cumsum(-1)
+        if segments is not None and not torch.equal(segments.diff() != 0, from_cu.diff() != 0):
+            raise ValueError("seq_idx and cu_seq_lens_q name different document boundaries: pass one of them")
+        segments = from_cu
+    if segments is None and position_ids is not None and mask is None and num_tokens > 1 and int(past) == 0:
+        segments = find_packed_sequence_indices(position_ids.expand(batch, -1))
+    if segments is None or not bool((segments.diff() != 0).any()):
+        return None
+    if int(past) > 0:
+        raise ValueError("packed documents cannot go on from a cache that has seen tokens: pass a fresh one, or none")
+    return segments
+
+
+class AtlasModel(AtlasPreTrainedModel):
+    """Token embeddings, Atlas blocks and a final norm."""
+
+    def __init__(self, config: AtlasConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([AtlasDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = AtlasRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of `[B, T]` tokens, and the cache to go on from.
+
+        Args:
+            attention_mask: `[B, T]` or, with a cache, `[B, past + T]`, any dtype: tokens with zero do not exist, wherever
+                they stand.
+            position_ids: `[B, T]`; only their restarts matter, which begin a new document (packing).
+            cache: `DynamicCache(config=config)` or what an earlier call returned.
+            kwargs: `seq_idx [B, T]` or `cu_seq_lens_q [N + 1]` give packed documents explicitly.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        check_cache(cache, self.config.num_hidden_layers)
+        batch, num_tokens = inputs_embeds.shape[:2]
+        past = positions_seen(cache)
+        mask = _check_mask(attention_mask, batch, num_tokens, past)
+        segments = _packed_segments(kwargs, position_ids, mask, batch, num_tokens, inputs_embeds.device, past)
+        layout = None
+        if segments is not None:
+            layout = SequenceLayout.from_segments(segments, mask)
+        elif mask is not None:
+            layout = SequenceLayout.from_mask(mask)
+
+        hidden_states = inputs_embeds
+        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = decoder_layer(hidden_states, layout=layout, cache=cache, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+
+
+class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
+    """Atlas with a language modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: AtlasConfig):
+        super().__init__(config)
+        self.model = AtlasModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """Logits `[B, T, vocab]` (the last `logits_to_keep` of them, if given) and, with `labels [B, T]`, the loss.
+
+        Arguments as for `AtlasModel.forward`; labels of -100 are ignored, and shifted inside.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
+        )
+
+
+class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreTrainedModel):
+    """Atlas with a classifier on each sequence's last token."""
+
+
+class AtlasForTokenClassification(GenericForTokenClassification, AtlasPreTrainedModel):
+    """Atlas with a classifier on every token."""

@@ -1,0 +1,184 @@
+"""The one signature of the recurrence's twins: checks, dtypes, packing and the chunk grid around a scan.
+
+Legend: B batch, T tokens, H heads, K key width, V value width, c window.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from .newton_schulz import COEFFICIENTS
+from .recurrence_state import (
+    Fast,
+    RecurrenceOptions,
+    State,
+    Tokens,
+    check_inputs,
+    dense_dtype,
+    final_state,
+    initial_fast,
+    lay_on_grid,
+    take_tokens,
+)
+
+
+@dataclass
+class Call:
+    """Checked arguments of one call, floating tensors in the recurrence's dtype."""
+
+    q: torch.Tensor
+    tokens: Tokens
+    memory: tuple[torch.Tensor, ...]
+    feature_map: object | None
+    residual_scale: torch.Tensor | None
+    options: RecurrenceOptions
+    lengths: torch.Tensor | None
+    state: State | None
+    needs_state: bool
+
+
+def atlas_operator(scan):
+    """Give `scan(call) -> (y, state)` the public signature; see `chunk_atlas` for its meaning."""
+
+    @functools.wraps(scan)
+    def operator(
+        q,
+        k,
+        v,
+        memory,
+        *,
+        log_alpha,
+        eta,
+        gamma,
+        log_theta=None,
+        feature_map=None,
+        residual_scale=None,
+        chunk_size=16,
+        rule="gd",
+        momentum="none",
+        inner_loss="l2",
+        output_errors="exact",
+        muon_interval=1,
+        newton_schulz_steps=5,
+        newton_schulz_coefficients=COEFFICIENTS,
+        inner_norm=True,
+        hidden_rate=0.1,
+        decay_to="init",
+        lengths=None,
+        initial_state=None,
+        output_final_state=False,
+        cu_seqlens=None,
+    ):
+        options = RecurrenceOptions(
+            chunk_size,
+            rule,
+            momentum,
+            inner_loss,
+            output_errors,
+            muon_interval,
+            newton_schulz_steps,
+            tuple(newton_schulz_coefficients),
+            inner_norm,
+            hidden_rate,
+            decay_to,
+        )
+        if log_theta is None:
+            if momentum != "none":
+                raise ValueError(f"log_theta is needed with momentum={momentum!r}; momentum='none' goes without")
+            log_theta = torch.zeros_like(eta)
+        memory = (memory,) if isinstance(memory, torch.Tensor) else tuple(memory)
+        tokens = Tokens(k, v, log_alpha, eta, log_theta, gamma)
+        where = None
+        if cu_seqlens is not None:
+            if lengths is not None:
+                raise ValueError("lengths and cu_seqlens both give the sequences' ends: pass one of them")
+            where, lengths = _packed_index(cu_seqlens, q)
+            q, tokens = _unpack(q, where), tokens.map(lambda x: _unpack(x, where))
+        check_inputs(
+            q, tokens.k, tokens.v, memory, tokens, feature_map, residual_scale, options, lengths, initial_state
+        )
+        dtype = dense_dtype(q)
+        call = Call(
+            q.to(dtype),
+            tokens.map(lambda x: x.to(dtype)),
+            tuple(m.to(dtype) for m in memory),
+            feature_map,
+            None if residual_scale is None else residual_scale.to(dtype),
+            options,
+            lengths,
+            initial_state,
+            output_final_state,
+        )
+        # Under autocast the products below would fall back to half precision.
+        with torch.autocast(device_type=q.device.type, enabled=False):
+            y, state = scan(call)
+        y = y.to(v.dtype)
+        if where is not None:
+            y = _repack(y, where, cu_seqlens)
+        return y, state if output_final_state else None
+
+    # Show the public signature, not the scan's.
+    del operator.__wrapped__
+    return operator
+
+
+def on_grid(scan):
+    """Turn `scan(grid, fast, call) -> (y [B, L, H, V], Fast)` into `scan(call)`: lays out tokens, cuts the outputs."""
+
+    @functools.wraps(scan)
+    def run(call: Call):
+        grid = lay_on_grid(call.q, call.tokens, call.options, call.lengths, call.state)
+        fast = initial_fast(call.memory, call.options, call.q.shape[0], call.state, call.q.dtype)
+        y, fast = scan(grid, fast, call)
+        length = call.q.shape[1]
+        if grid.phase is None:
+            y = y[:, :length]
+        else:
+            y = take_tokens(y, grid.phase[:, None] + torch.arange(length, device=y.device))
+        if call.lengths is not None:
+            real = torch.arange(length, device=y.device) < call.lengths[:, None].to(y.device)
+            y = torch.where(real[..., None, None], y, 0.0)
+        return y, final_state(grid, fast, call.options) if call.needs_state else None
+
+    return run
+
+
+def complete_rows(grid, chunk: int):
+    """Which rows' chunk number `chunk` ends inside the grid: `True`, `False` or a `[B]` mask."""
+    if grid.complete is None:
+        return (chunk + 1) * (grid.q.shape[1] // grid.num_chunks) <= grid.length
+    return grid.complete > chunk
+
+
+def fold_rows(complete, new: Fast, old: Fast) -> Fast:
+    """Take the chunk's end for complete rows and keep the start for the others (matrices `[H, B, out, in]`)."""
+    if isinstance(complete, bool):
+        return new if complete else old
+    mask = complete[None, :, None, None]
+    return Fast(
+        *(tuple(torch.where(mask, n, o) for n, o in zip(*pair, strict=True)) for pair in zip(new, old, strict=True))
+    )
+
+
+def _packed_index(cu_seqlens, q):
+    if q.ndim != 4 or q.shape[0] != 1:
+        raise ValueError(
+            f"cu_seqlens packs documents in a batch of one row: q must be [1, T, H, K], got {tuple(q.shape)}"
+        )
+    cu = cu_seqlens.to(q.device).long()
+    lengths = cu.diff()
+    if cu.ndim != 1 or len(cu) < 2 or cu[0] != 0 or cu[-1] != q.shape[1] or (lengths < 0).any():
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {q.shape[1]}, got {cu_seqlens.tolist()}")
+    place = torch.arange(max(int(lengths.max()), 1), device=q.device)
+    return (cu[:-1, None] + place).clamp_max(q.shape[1] - 1), lengths
+
+
+def _unpack(x, where):
+    return x[0][where]
+
+
+def _repack(y, where, cu_seqlens):
+    place = torch.arange(where.shape[1], device=y.device)
+    real = place < cu_seqlens.to(y.device).diff()[:, None]
+    return y[real][None]

@@ -1,0 +1,71 @@
+"""Which tokens of a batch are real and where sequences begin, worked out once per forward pass.
+
+Legend: B rows, T tokens a row, N sequences, L tokens of the longest one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Places of the real tokens of every sequence, in order: a masked token does not exist.
+
+    Attributes:
+        index: `[N, L]`, place in the flattened `B * T` of the l-th real token of sequence `n` (any place for `l >= lengths`).
+        lengths: `[N]`, real tokens of each sequence; may be zero.
+        last_sequence_of_row: `[B]`, the sequence that a row's cache goes on with.
+        mask: `[B, T]` bool, or `None` if all tokens are real.
+    """
+
+    index: torch.Tensor
+    lengths: torch.Tensor
+    last_sequence_of_row: torch.Tensor
+    mask: torch.Tensor | None
+
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor) -> "SequenceLayout":
+        """One sequence a row, `mask [B, T]` true at its tokens, wherever they stand."""
+        batch, num_tokens = mask.shape
+        mask = mask.bool()
+        # A stable sort brings the real tokens to the front and keeps their order.
+        order = torch.sort((~mask).to(torch.uint8), dim=1, stable=True).indices
+        rows = torch.arange(batch, device=mask.device)
+        return cls(order + rows[:, None] * num_tokens, mask.sum(1), rows, mask)
+
+    @classmethod
+    def from_segments(cls, segments: torch.Tensor, mask: torch.Tensor | None = None) -> "SequenceLayout":
+        """Packed documents: a new sequence wherever `segments [B, T]` changes along a row, and at every row's start."""
+        batch, num_tokens = segments.shape
+        device = segments.device
+        begins = torch.ones(batch, num_tokens, dtype=torch.bool, device=device)
+        begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+        sequence = begins.flatten().cumsum(0) - 1
+        num_sequences = int(sequence[-1]) + 1
+        real = (
+            torch.ones(batch * num_tokens, dtype=torch.bool, device=device) if mask is None else mask.bool().flatten()
+        )
+        places = real.nonzero()[:, 0]
+        owner = sequence[places]
+        lengths = torch.bincount(owner, minlength=num_sequences)
+        first = lengths.cumsum(0) - lengths
+        offset = torch.arange(len(places), device=device) - first[owner]
+        index = torch.zeros(num_sequences, max(int(lengths.max()), 1), dtype=torch.long, device=device)
+        index[owner, offset] = places
+        return cls(index, lengths, sequence.view(batch, num_tokens)[:, -1], None if mask is None else mask.bool())
+
+    @property
+    def _real(self) -> torch.Tensor:
+        return torch.arange(self.index.shape[1], device=self.index.device) < self.lengths[:, None]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, T, ...] -> [N, L, ...]`, zero beyond a sequence's end."""
+        y = x.flatten(0, 1)[self.index]
+        return torch.where(self._real.view(*self.index.shape, *[1] * (y.ndim - 2)), y, 0)
+
+    def scatter(self, y: torch.Tensor, batch: int, num_tokens: int) -> torch.Tensor:
+        """`[N, L, ...] -> [B, T, ...]`, zero at masked tokens."""
+        real = self._real
+        x = y.new_zeros(batch * num_tokens, *y.shape[2:])
+        return x.index_put((self.index[real],), y[real]).view(batch, num_tokens, *y.shape[2:])

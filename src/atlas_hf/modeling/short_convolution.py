@@ -1,0 +1,42 @@
+"""Causal depthwise convolution over the last few tokens, with the tail that decoding goes on from."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ShortConvolution(nn.Module):
+    """`silu(sum_j w_j x_{t-W+1+j})` for every channel; tokens before the sequence's first are zero.
+
+    Args:
+        channels: `C`.
+        kernel_size: `W >= 1`.
+    """
+
+    def __init__(self, channels: int, kernel_size: int):
+        super().__init__()
+        self.kernel_size = kernel_size
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
+
+    def reset_parameters(self, init) -> None:
+        bound = self.kernel_size**-0.5
+        init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x, tail=None, lengths=None):
+        """Convolve `x [B, T, C]`, of which row `i` has `lengths[i]` tokens and then padding.
+
+        Args:
+            tail: `[B, W - 1, C]`, the inputs before `x`; `None` at a sequence's start.
+            lengths: `[B]`, or `None` if all of `x` is real.
+
+        Returns:
+            `[B, T, C]` and the new tail, the last `W - 1` real inputs of each row.
+        """
+        earlier = self.kernel_size - 1
+        x = F.pad(x, (0, 0, earlier, 0)) if tail is None else torch.cat([tail.to(x.dtype), x], 1)
+        length = x.shape[1] - earlier
+        y = sum(x[:, j : j + length] * self.weight[:, 0, j] for j in range(self.kernel_size))
+        if lengths is None:
+            return F.silu(y), x[:, length:]
+        place = lengths[:, None] + torch.arange(earlier, device=x.device)
+        return F.silu(y), x.gather(1, place[..., None].expand(-1, -1, x.shape[-1]))
