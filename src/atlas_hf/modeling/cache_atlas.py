@@ -177,8 +177,8 @@ def positions_seen(cache: Cache | None) -> int | torch.Tensor:
     return 0 if cache is None else cache.get_seq_length()
 
 
-def check_cache(cache: Cache | None, num_layers: int) -> None:
-    """Refuse a cache whose layers cannot hold a memory.
+def check_cache(cache: Cache | None, num_layers: int, batch: int) -> None:
+    """Refuse a cache whose layers cannot hold a memory, or hold that of another number of rows.
 
     Layers are known by their methods, not by class: another copy of this file, loaded as remote code, registers a class
     of its own for the same layer type.
@@ -191,3 +191,8 @@ def check_cache(cache: Cache | None, num_layers: int) -> None:
             f"cache has {len(cache.layers)} layers of type {', '.join(kinds) or 'none'}; an Atlas model with {num_layers} "
             "blocks needs `DynamicCache(config=model.config)`"
         )
+    for state in (cache.layers[0].get_states() or {}).values():
+        if state.shape[0] != batch:
+            raise ValueError(
+                f"cache holds {state.shape[0]} rows, but the batch has {batch}: go on with the rows it has seen"
+            )

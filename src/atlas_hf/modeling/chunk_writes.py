@@ -12,6 +12,7 @@ Every class gives, for its matrix, what the writes up to token `t` took away:
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from .newton_schulz import newton_schulz, newton_schulz_factors
 
@@ -37,12 +38,28 @@ def to_sources(x: torch.Tensor, window: int | None, dim: int) -> torch.Tensor:
     return pairs.flatten(-2) if dim == -1 else pairs.transpose(-1, -2).flatten(-3, -2)
 
 
+def pairs_by_token(x: torch.Tensor, window: int) -> torch.Tensor:
+    """Pairs ordered by their token: `[..., P, out] -> [..., R, c, out]`, zero where a token has no such pair."""
+    pairs = x.unflatten(-2, (-1, window))
+    shifted = [pad(pairs[..., m, :], (0, 0, m, window - 1 - m)) for m in range(window)]
+    return torch.stack(shifted, -2)
+
+
 def sum_over_tokens(x: torch.Tensor, window: int | None) -> torch.Tensor:
     """Add up the sources of each token: `[..., P, out] -> [..., R, out]`."""
+    return x if window is None else pairs_by_token(x, window).sum(-2)
+
+
+def errors_at_writes(decays: Decays, source_weights, errors, window, positions) -> torch.Tensor:
+    """`E_t [W, R, out]`: every token's errors, weighted and decayed as the momentum of the writes at `positions` has them."""
+    accumulated = source_weights if decays.momentum is None else decays.momentum @ source_weights
+    accumulated = accumulated[..., positions, :]  # [W, P]
     if window is None:
-        return x
-    pairs = x.unflatten(-2, (-1, window))
-    return sum(torch.nn.functional.pad(pairs[..., m, :], (0, 0, m, window - 1 - m)) for m in range(window))
+        return accumulated[..., None] * errors[..., None, :, :]
+    # A token has one pair in each of c windows: c terms for every write, summed by a matrix product for each token.
+    terms = pairs_by_token(errors, window)  # [R, c, out]
+    weights = pairs_by_token(accumulated.transpose(-1, -2), window).transpose(-1, -2)  # [R, W, c]
+    return (weights @ terms).transpose(-3, -2)
 
 
 class GradientWrites:
@@ -73,51 +90,48 @@ class GradientWrites:
 
 
 class MuonWrites:
-    """Muon without carried momentum: `S_t = E^T diag(A_t) X`, orthogonalised in token space (recurrence, section 6)."""
+    """Muon without carried momentum, in token space (recurrence, section 6).
+
+    A write's momentum is `S_t = E_t^T X`, `E_t [R, out]` the errors of the tokens in view as decayed and summed by `t`;
+    `NS(S_t) = E_t^T C_t X` needs the Gram matrices of `E_t` and `X` alone.
+    """
 
     def __init__(self, decays: Decays, source_weights, errors, window, gram_x, positions, rate, options):
-        # Gradient weights A [W, P] and write sizes [b, W] at the written positions
-        accumulated = source_weights if decays.momentum is None else decays.momentum @ source_weights
-        self.accumulated = accumulated[..., positions, :]
+        self.decays = decays
+        # How much of each write is left at each token [b, W]
         self.sizes = rate * (decays.retention * decays.eta[..., None, :])[..., positions]
-        self.decays, self.errors, self.window = decays, errors, window
-        gram_e = (errors @ errors.transpose(-1, -2))[..., None, :, :]
-        gram_e = self.accumulated[..., :, None] * gram_e * self.accumulated[..., None, :]
-        gram_e = sum_over_tokens(sum_over_tokens(gram_e, window).transpose(-1, -2), window)
-        self.factors = newton_schulz_factors(
-            gram_e, gram_x[..., None, :, :], options.newton_schulz_steps, options.newton_schulz_coefficients
+        summed = errors_at_writes(decays, source_weights, errors, window, positions)  # E_t [W, R, out]
+        factors = newton_schulz_factors(
+            summed @ summed.transpose(-1, -2),
+            gram_x[..., None, :, :],
+            options.newton_schulz_steps,
+            options.newton_schulz_coefficients,
         )
+        self.steps = factors.transpose(-1, -2) @ summed  # C_t^T E_t [W, R, out]
 
     def offset(self, z, gram):
-        # C_n (x z_t) for every write n and read t; then decayed and summed over the writes, per source
-        seen = to_sources(gram[..., None, :, :] @ self.factors.transpose(-1, -2), self.window, -1)  # [W, b, P]
-        weights = self.sizes.transpose(-1, -2)[..., None] * self.accumulated[..., :, None, :] * seen
-        return weights.sum(-3) @ self.errors
+        weights = self.sizes[..., None] * gram[..., None, :]  # [b, W, R]
+        return weights.flatten(-2) @ self.steps.flatten(-3, -2)
 
     def end(self, delta, momentum, x):
-        factors = to_sources(self.factors, self.window, -2) * self.accumulated[..., None]  # [W, P, R]
-        combined = (self.sizes[..., -1, :, None, None] * factors).sum(-3)  # [P, R]
-        return self.decays.a[..., -1, None, None] * delta - self.errors.transpose(-1, -2) @ (combined @ x), None
+        combined = self.sizes[..., -1:, :] @ self.steps.flatten(-2)
+        combined = combined.unflatten(-1, self.steps.shape[-2:])[..., 0, :, :]  # [R, out]
+        return self.decays.a[..., -1, None, None] * delta - combined.transpose(-1, -2) @ x, None
 
 
 class DenseMuonWrites:
     """Muon with carried momentum: `S_t = beta_t S + E^T diag(A_t) X` has full rank and is orthogonalised as it is."""
 
     def __init__(self, decays: Decays, source_weights, errors, window, x, momentum, positions, rate, options):
-        accumulated = decays.momentum @ source_weights
         self.decays = decays
         self.sizes = rate * (decays.retention * decays.eta[..., None, :])[..., positions]
-        states = self._momentum_at(accumulated, decays.beta, errors, window, x, momentum)
+        summed = errors_at_writes(decays, source_weights, errors, window, slice(None))
+        fresh = summed.transpose(-1, -2) @ x[..., None, :, :]
+        states = decays.beta[..., None, None] * momentum[..., None, :, :] + fresh
         self.last = states[..., -1, :, :]
         self.steps = newton_schulz(
             states[..., positions, :, :], options.newton_schulz_steps, options.newton_schulz_coefficients
         )
-
-    @staticmethod
-    def _momentum_at(accumulated, beta, errors, window, x, momentum):
-        sums = sum_over_tokens(accumulated[..., None] * errors[..., None, :, :], window)  # [b, R, out]
-        fresh = sums.transpose(-1, -2) @ x[..., None, :, :]
-        return beta[..., None, None] * momentum[..., None, :, :] + fresh
 
     def offset(self, z, gram):
         moved = z[..., None, :, :] @ self.steps.transpose(-1, -2)  # [W, b, out]

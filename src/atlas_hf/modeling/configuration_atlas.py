@@ -1,6 +1,9 @@
 """Configuration of Atlas models: fields, presets, sizes, and the rules between fields."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, PreTrainedConfig
 
 LAYER_TYPE = "atlas"
@@ -48,6 +51,7 @@ _KEYS_OF_TRANSFORMERS = frozenset(
         "model_type",
         "name_or_path",
         "num_labels",
+        "output_attentions",
         "quantization_config",
         "torch_dtype",
         "transformers_version",
@@ -96,7 +100,9 @@ class AtlasConfig(PreTrainedConfig):
         max_position_embeddings: length the model was trained at. Atlas has no positional limit; evaluation tools read it.
 
     Raises:
-        ValueError: an unknown or contradictory field; the message names field, value, allowed values and remedy.
+        ValueError: an unknown field, or one given under two names.
+        huggingface_hub.errors.StrictDataclassError: a wrong type, a value that is not allowed, contradictory fields.
+            Every message names field, value, allowed values and remedy.
     """
 
     model_type = "atlas"
@@ -154,6 +160,7 @@ class AtlasConfig(PreTrainedConfig):
                 f"unknown configuration field(s) {', '.join(f'{k}={kwargs[k]!r}' for k in unknown)}: "
                 f"remove or correct them; Atlas' own fields are {', '.join(sorted(AtlasConfig.__annotations__))}"
             )
+        self._resolve_aliases(kwargs)
         if self.head_dim is None and self.num_attention_heads > 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
@@ -163,6 +170,27 @@ class AtlasConfig(PreTrainedConfig):
         if self.layer_types is None:
             self.layer_types = [LAYER_TYPE] * self.num_hidden_layers
         super().__post_init__(**kwargs)
+
+    def _resolve_aliases(self, kwargs: dict) -> None:
+        # Before anything is derived from the real field; transformers itself sets aliases last.
+        for alias, name in self.attribute_map.items():
+            if alias not in kwargs:
+                continue
+            value, default = kwargs.pop(alias), type(self).__dataclass_fields__[name].default
+            if getattr(self, name) not in (default, value):
+                raise ValueError(
+                    f"{alias}={value!r} and {name}={getattr(self, name)!r} are the same field: pass one of them"
+                )
+            setattr(self, name, value)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As `PreTrainedConfig.from_dict`, but fields given as keywords are checked together with those they override."""
+        names = [name for name in kwargs if name in AtlasConfig.__annotations__ or name in cls.attribute_map]
+        overrides = {name: kwargs.pop(name) for name in names}
+        if "num_hidden_layers" in overrides:
+            config_dict = {name: value for name, value in config_dict.items() if name != "layer_types"}
+        return super().from_dict({**config_dict, **overrides}, **kwargs)
 
     @classmethod
     def _preset(cls, name: str, size: str | None, overrides: dict) -> "AtlasConfig":
@@ -215,8 +243,17 @@ class AtlasConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={getattr(self, name)} is not allowed: it must be at least 1")
         if self.newton_schulz_steps < 0:
             raise ValueError(f"newton_schulz_steps={self.newton_schulz_steps} is not allowed: it must be 0 or more")
-        if self.hidden_rate < 0:
-            raise ValueError(f"hidden_rate={self.hidden_rate} is not allowed: it must be 0 or more")
+        for name in ("hidden_rate", "initializer_range", "rms_norm_eps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} is not allowed: it must be a number, 0 or more")
+        if not math.isfinite(self.residual_scale):
+            raise ValueError(
+                f"residual_scale={self.residual_scale} is not allowed: it must be a number; 0 leaves it out"
+            )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(
+                f"hidden_act={self.hidden_act!r} is not allowed: choose one of {', '.join(sorted(ACT2FN))}"
+            )
         for name in ("retention_init", "learning_rate_init", "momentum_init", "window_gate_init"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(

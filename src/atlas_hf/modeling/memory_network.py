@@ -42,6 +42,25 @@ def activate_with_derivative(hidden: torch.Tensor, num_hidden_matrices: int) -> 
     return value * u3, torch.cat([slope * u3, value], -1)
 
 
+def output_gain(slope: torch.Tensor, output_matrix: torch.Tensor) -> torch.Tensor:
+    """How strongly a token's hidden pre-activations move its output: `|W1 diag(dh/du)|_F^2`, of all hidden matrices together.
+
+    A step of the hidden matrices changes the output by up to this times the error, so the normalised step divides by it
+    where it exceeds 1. Without that, an output matrix that has grown makes the hidden matrices overshoot, and a gated
+    memory, whose activations are products, diverges.
+
+    Args:
+        slope: `[..., N, G E]`.
+        output_matrix: `W1 [..., V, E]`.
+
+    Returns:
+        `[..., N]`.
+    """
+    columns = output_matrix.square().sum(-2, keepdim=True)  # [..., 1, E]
+    squares = slope.square().unflatten(-1, (-1, columns.shape[-1])).sum(-2)
+    return (squares * columns).sum(-1)
+
+
 def stack_hidden(matrices: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """`W2` or `[W2; W3]`: the hidden matrices read the same features, so they are multiplied as one `[..., G E, F]`."""
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices, -2)

@@ -27,7 +27,7 @@ from .sequence_layout import SequenceLayout
 
 
 class AtlasRMSNorm(nn.Module):
-    """Root-mean-square norm, taken in float32."""
+    """Root-mean-square norm, taken in float32 (float64 for float64 models)."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
@@ -35,7 +35,7 @@ class AtlasRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = hidden_states.float()
+        x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * x.to(hidden_states.dtype)
 
@@ -83,6 +83,11 @@ class AtlasPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = False
     _keep_in_fp32_modules_strict = ["memory_weights", "feature_map", "gate_bias", "residual_scale"]
 
+    def __init__(self, config: AtlasConfig, *inputs, **kwargs):
+        # A configuration may have been changed since it was checked.
+        config.validate()
+        super().__init__(config, *inputs, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -103,14 +108,21 @@ def _check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tens
             f"attention_mask must be [batch, tokens], got {tuple(attention_mask.shape)}: a memory has no pairs of tokens "
             "to mask, only tokens that exist or do not"
         )
-    length = attention_mask.shape[1]
-    if attention_mask.shape[0] != batch or length < num_tokens:
+    length, compiling = attention_mask.shape[1], torch.compiler.is_compiling()
+    fits = length >= num_tokens if compiling else length in (num_tokens, int(past) + num_tokens)
+    if attention_mask.shape[0] != batch or not fits:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, but there are {batch} rows of {num_tokens} new tokens"
             f" after {int(past)} cached ones: give [{batch}, {int(past) + num_tokens}], or only the new tokens' part"
         )
-    mask = attention_mask[:, length - num_tokens :].bool()
-    if not torch.compiler.is_compiling() and bool(mask.all()):
+    mask = attention_mask[:, length - num_tokens :]
+    if not compiling and mask.is_floating_point() and not bool((mask >= 0).all()):
+        raise ValueError(
+            f"attention_mask holds {mask.min().item()}: give 1 (or true) for tokens that exist and 0 for others, not terms "
+            "to add to attention scores"
+        )
+    mask = mask.bool()
+    if not compiling and bool(mask.all()):
         return None
     return mask
 
@@ -185,8 +197,8 @@ class AtlasModel(AtlasPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        check_cache(cache, self.config.num_hidden_layers)
         batch, num_tokens = inputs_embeds.shape[:2]
+        check_cache(cache, self.config.num_hidden_layers, batch)
         past = positions_seen(cache)
         mask = _check_mask(attention_mask, batch, num_tokens, past)
         segments = _packed_segments(kwargs, position_ids, mask, batch, num_tokens, inputs_embeds.device, past)

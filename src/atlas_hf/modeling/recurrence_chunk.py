@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from .chunk_writes import Decays, DenseMuonWrites, GradientWrites, MuonWrites, to_sources
-from .memory_network import activate, activate_with_derivative, stack_hidden
+from .memory_network import activate, activate_with_derivative, output_gain, stack_hidden
 from .recurrence_operator import Call, atlas_operator, complete_rows, fold_rows, on_grid
 from .recurrence_state import INNER_NORM_EPS, Fast, Grid
 
@@ -154,12 +154,14 @@ class _Scan:
             x, slope = activate_with_derivative(hidden if base_k is None else hidden + base_k, self.num_hidden)
             gram_x, norm = x @ x.transpose(-1, -2), x.square().sum(-1)
             start = None if self.output_base is None else shared_product(x, self.output_base)
+            current = delta[0] if self.output_base is None else delta[0] + self.output_base[:, None]
         else:
             x, gram_x, norm, start = phi_k, gram_phi, self.phi_norm[:, :, view], base_k
         # The normalised step: a weight for each token's error
         step_x = step_phi = torch.ones_like(norm)
         if options.inner_norm:
-            step_x, step_phi = 1 / (norm + INNER_NORM_EPS), 1 / (self.phi_norm[:, :, view] + INNER_NORM_EPS)
+            step_x, size = 1 / (norm + INNER_NORM_EPS), self.phi_norm[:, :, view] + INNER_NORM_EPS
+            step_phi = 1 / (size * output_gain(slope, current).clamp_min(1)) if self.deep else 1 / size
 
         # Errors of the sources: tokens at the chunk's start, or pairs at the latest write
         target, window = self.target[:, :, view], None
@@ -187,7 +189,6 @@ class _Scan:
 
         z, gram_z, base = phi_q, None, base_q
         if self.deep:
-            current = delta[0] if self.output_base is None else delta[0] + self.output_base[:, None]
             back = errors @ current
             back = (back.repeat(1, 1, 1, self.num_hidden) if self.num_hidden > 1 else back) * to_sources(
                 slope, window, -2

@@ -51,6 +51,13 @@ def inner_gradients(memory, latest_output, features, z, v, residual_scale, optio
     return factors
 
 
+def hidden_gain(memory, features):
+    """`|d M(z) / d u|_F^2`, how strongly the hidden pre-activations `u` move the output (normalised step)."""
+    _, slope = activate_with_derivative(_apply(stack_hidden(memory[1:]), features), len(memory) - 1)
+    jacobians = [memory[0] * part[..., None, :] for part in slope.chunk(len(memory) - 1, -1)]
+    return sum(jacobian.square().sum((-2, -1)) for jacobian in jacobians)
+
+
 @atlas_operator
 @on_grid
 def naive_atlas(grid: Grid, fast: Fast, call: Call):
@@ -84,9 +91,11 @@ def naive_atlas(grid: Grid, fast: Fast, call: Call):
             i = window - 1 + t - j
             factors = inner_gradients(anchor, latest, phi_k[:, :, i], k[:, :, i], v[:, :, i], rho, options)
             weight = gamma[:, :, window - 1 + t, j, None, None]
+            gain = hidden_gain(anchor, phi_k[:, :, i])[..., None].clamp_min(1) if len(memory) > 1 else None
             for n, (error, inputs) in enumerate(factors):
                 if options.inner_norm:
-                    error = error / (inputs.square().sum(-1, keepdim=True) + INNER_NORM_EPS)
+                    size = inputs.square().sum(-1, keepdim=True) + INNER_NORM_EPS
+                    error = error / (size if n == 0 else size * gain)
                 gradients[n] = gradients[n] + weight * error[..., None] * inputs[..., None, :]
         here = window - 1 + t
         alpha = log_alpha[:, :, here].exp()[..., None, None]

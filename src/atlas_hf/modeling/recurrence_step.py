@@ -15,7 +15,7 @@ P_t` with the token-space factors `C_t`. Only Muon with carried momentum has a d
 import torch
 from torch.nn.functional import pad
 
-from .memory_network import activate, activate_with_derivative, stack_hidden
+from .memory_network import activate, activate_with_derivative, output_gain, stack_hidden
 from .newton_schulz import newton_schulz, newton_schulz_factors
 from .recurrence_operator import Call, atlas_operator
 from .recurrence_state import INNER_NORM_EPS, State, initial_fast
@@ -181,8 +181,11 @@ class _Step:
             current = work["matrix_0"] if self.base is None else work["matrix_0"] + self.memory[0]
             gradients += [(errors @ current) * part for part in slope.chunk(self.num_hidden, -1)]
         if options.inner_norm:
-            sizes = [x_window.square().sum(-1)] + [self._squared_norm(k_window)] * self.num_hidden
-            gradients = [g / (n[..., None] + INNER_NORM_EPS) for g, n in zip(gradients, sizes, strict=True)]
+            sizes = [x_window.square().sum(-1) + INNER_NORM_EPS]
+            if self.deep:
+                gain = output_gain(slope, current).clamp_min(1)
+                sizes += [(self._squared_norm(k_window) + INNER_NORM_EPS) * gain] * self.num_hidden
+            gradients = [g / n[..., None] for g, n in zip(gradients, sizes, strict=True)]
         weights = spread * gamma[:, :, None]
         gram_phi = self._kernel(k, k) if options.rule == "muon" else None
         for m, gradient in zip(self.matrices, gradients, strict=True):

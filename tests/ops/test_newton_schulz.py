@@ -1,0 +1,73 @@
+"""Newton-Schulz on matrices and in token space."""
+
+import pytest
+import torch
+
+from atlas_hf.ops import chunk_atlas, naive_atlas, newton_schulz, newton_schulz_factors
+
+
+def textbook(matrix, steps=5, coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7):
+    """The quintic, step by step on the matrix itself."""
+    a, b, c = coefficients
+    x = matrix / (matrix.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + b * (gram @ x) + c * (gram @ gram @ x)
+    return x
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6), (1, 7)])
+@pytest.mark.parametrize("steps", [0, 1, 5, 7])
+def test_equals_the_textbook_iteration(shape, steps):
+    matrix = torch.randn(3, *shape, dtype=torch.float64)
+    torch.testing.assert_close(newton_schulz(matrix, steps), textbook(matrix, steps), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(newton_schulz(matrix.mT, steps), newton_schulz(matrix, steps).mT, rtol=1e-10, atol=1e-10)
+
+
+def test_singular_values_come_near_one():
+    values = torch.linalg.svdvals(newton_schulz(torch.randn(4, 16, 40, dtype=torch.float64)))
+    assert 0.6 < values.min() < values.max() < 1.3
+
+
+@pytest.mark.parametrize(("tokens", "out", "inner"), [(3, 8, 11), (12, 8, 11), (23, 64, 50)])
+def test_token_space_equals_matrices(tokens, out, inner):
+    e, x = torch.randn(2, tokens, out, dtype=torch.float64), torch.randn(2, tokens, inner, dtype=torch.float64)
+    factors = newton_schulz_factors(e @ e.mT, x @ x.mT)
+    torch.testing.assert_close(e.mT @ factors @ x, textbook(e.mT @ x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_gives_zero_with_finite_gradients(in_batch, dtype):
+    matrix = torch.zeros(2, 4, 6, dtype=dtype)
+    if in_batch:
+        matrix[1] = torch.randn(4, 6, dtype=dtype)
+    matrix.requires_grad_()
+    y = newton_schulz(matrix)
+    assert not y[0].any()
+    (grad,) = torch.autograd.grad(y.square().sum() + y.sum(), matrix)
+    assert grad.isfinite().all()
+
+    e = torch.zeros(2, 5, 4, dtype=dtype)
+    if in_batch:
+        e[1] = torch.randn(5, 4, dtype=dtype)
+    e.requires_grad_()
+    x = torch.randn(2, 5, 6, dtype=dtype, requires_grad=True)
+    y = e.mT @ newton_schulz_factors(e @ e.mT, x @ x.mT) @ x
+    assert not y[0].any()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.square().sum() + y.sum(), (e, x)))
+
+
+@pytest.mark.parametrize("form", [chunk_atlas, naive_atlas])
+@pytest.mark.parametrize("momentum", ["restart", "carry"])
+def test_a_sequence_that_writes_nothing_keeps_the_memory(form, momentum):
+    """Zero gates and zero errors reach Newton-Schulz as zero matrices."""
+    from problems import make_problem
+
+    p = make_problem("mlp", tokens=9)
+    p.gates["gamma"] = torch.zeros_like(p.gates["gamma"])
+    leaves = p.leaves()
+    y, state = p.run(form, rule="muon", momentum=momentum, output_errors="anchored")
+    assert not state["matrix_0"].any()
+    grads = torch.autograd.grad(y.sum(), list(leaves.values()), allow_unused=True)
+    assert all(g is None or g.isfinite().all() for g in grads)
