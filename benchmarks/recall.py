@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+
 from recall_parts.models import MIXERS
 from recall_parts.report import write_report
 from recall_parts.task import SETTINGS

@@ -10,7 +10,7 @@ from .models import RecallModel
 from .task import IGNORE, SETTINGS, sample
 
 RECIPE = {
-    "batch_size": 64,
+    "batch_size": 32,
     "learning_rate": 3e-3,
     "warmup": 0.1,
     "weight_decay": 0.1,

@@ -6,6 +6,7 @@ so that a product with the shared `M_0` is one matrix product a head for all row
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -47,6 +48,22 @@ def _chunk_gates(log_alpha, eta, log_theta, options):
     return Decays(retention, momentum, eta, log_alpha.cumsum(-1).exp(), m, beta, gd * eta[..., None, :])
 
 
+class Chunk(NamedTuple):
+    """One chunk's tokens: in view `[H, B, R, ...]` and its own `[H, B, b, ...]`."""
+
+    k: torch.Tensor
+    phi_k: torch.Tensor
+    base_k: torch.Tensor | None  # M_0 phi(k)
+    phi_norm: torch.Tensor  # |phi(k)|^2
+    target: torch.Tensor  # v, less the residual
+    q: torch.Tensor
+    phi_q: torch.Tensor
+    base_q: torch.Tensor | None
+    residual: torch.Tensor | None
+    gamma: torch.Tensor
+    decays: Decays
+
+
 class _Scan:
     """Everything the chunks share: tokens in the scan's layout, products with `M_0`, gates."""
 
@@ -60,29 +77,40 @@ class _Scan:
         self.output_rate, self.hidden_rate = options.rates(memory[0].shape[-1])
 
         k, v, log_alpha, eta, log_theta, gamma = grid.tokens.map(self._heads_first)
-        self.k, self.q = k, self._heads_first(grid.q)
-        self.phi_k, self.phi_q = (self.k, self.q) if self.feature_map is None else map(self.feature_map, (k, self.q))
-        self.phi_norm = k.square().sum(-1) if self.feature_map is None else self.feature_map.squared_norm(k)
-        self.target, self.residual = v, None
+        q = self._heads_first(grid.q)
+        phi_k, phi_q = (k, q) if self.feature_map is None else (self.feature_map(k), self.feature_map(q))
+        phi_norm = k.square().sum(-1) if self.feature_map is None else self.feature_map.squared_norm(k)
+        target, residual = v, None
         if call.residual_scale is not None:
             rho = call.residual_scale[:, None, None, None]
-            self.residual = rho * self.q
-            self.target = v - rho * k if options.inner_loss == "l2" else v
-
-        self.output_base = self.base_k = self.base_q = None
+            residual = rho * q
+            target = v - rho * k if options.inner_loss == "l2" else v
+        self.output_base = base_k = base_q = None
         if options.decay_to == "init":
             entry = stack_hidden(memory[1:]) if self.deep else memory[0]
-            self.base_k, self.base_q = shared_product(self.phi_k, entry), shared_product(self.phi_q, entry)
+            base_k, base_q = shared_product(phi_k, entry), shared_product(phi_q, entry)
             self.output_base = memory[0] if self.deep else None
 
-        def chunks(x):
-            return x[:, :, window - 1 :].unflatten(2, (grid.num_chunks, b))
-
-        self.decays = _chunk_gates(chunks(log_alpha), chunks(eta), chunks(log_theta), options)
+        gates = [x[:, :, window - 1 :].unflatten(2, (-1, b)) for x in (log_alpha, eta, log_theta, gamma)]
+        decays = [self._unbind(g) for g in vars(_chunk_gates(*gates[:3], options)).values()]
+        views = [self._unbind(self._in_view(x)) for x in (k, phi_k, base_k, phi_norm, target)]
+        own = [self._unbind(None if x is None else x.unflatten(2, (-1, b))) for x in (q, phi_q, base_q, residual)]
         # Oldest token of the window first, as the tokens lie
-        self.gamma = chunks(gamma).flip(-1)
+        gammas = self._unbind(gates[3].flip(-1))
+        self.chunks = [
+            Chunk(*(x[n] for x in (*views, *own)), gammas[n], Decays(*(g[n] for g in decays)))
+            for n in range(grid.num_chunks)
+        ]
         # A step reaches every `muon_interval`-th token of a chunk
         self.written = slice(options.muon_interval - 1, None, options.muon_interval)
+
+    def _unbind(self, x):
+        # All chunks at once: their gradients are then put together once, not added up in as many whole sequences.
+        return [None] * self.grid.num_chunks if x is None else x.unbind(2)
+
+    def _in_view(self, x):
+        """`[H, B, c - 1 + N b, ...] -> [H, B, N, R, ...]`, the chunks with the tokens before each of them."""
+        return None if x is None else x.unfold(2, self.view, self.chunk_size).movedim(-1, 3)
 
     @staticmethod
     def _heads_first(x):
@@ -98,7 +126,7 @@ class _Scan:
             own = torch.eye(b, dtype=gamma.dtype, device=gamma.device)[:, :, None]
             return (own * gamma[..., None, :]).flatten(-2)
         # Row t begins at token t: rows of R + 1 numbers, read as rows of R
-        rows = torch.nn.functional.pad(gamma, (0, self.view + 1 - c))
+        rows = pad(gamma, (0, self.view + 1 - c))
         return rows.flatten(-2)[..., : b * self.view].unflatten(-1, (b, self.view))
 
     def _exact_errors(self, decays, gamma, weight, gram, start, moved, carried):
@@ -138,13 +166,7 @@ class _Scan:
     def chunk(self, n: int, fast: Fast):
         """Outputs `[H, B, b, V]` and the fast weights after chunk `n`."""
         options = self.options
-        view = slice(n * self.chunk_size, n * self.chunk_size + self.view)
-        own = slice(n * self.chunk_size, (n + 1) * self.chunk_size)
-        decays = Decays(*(None if g is None else g[:, :, n] for g in vars(self.decays).values()))
-        gamma = self.gamma[:, :, n]
-        k, q, phi_k, phi_q = self.k[:, :, view], self.q[:, :, own], self.phi_k[:, :, view], self.phi_q[:, :, own]
-        base_k = None if self.base_k is None else self.base_k[:, :, view]
-        base_q = None if self.base_q is None else self.base_q[:, :, own]
+        k, phi_k, base_k, phi_norm, target, q, phi_q, base_q, residual, gamma, decays = self.chunks[n]
         delta, momentum = fast.delta, fast.momentum or (None,) * len(fast.delta)
         gram_phi = None if self.deep and options.rule == "gd" else self._kernel(k, k)
 
@@ -156,15 +178,15 @@ class _Scan:
             start = None if self.output_base is None else shared_product(x, self.output_base)
             current = delta[0] if self.output_base is None else delta[0] + self.output_base[:, None]
         else:
-            x, gram_x, norm, start = phi_k, gram_phi, self.phi_norm[:, :, view], base_k
+            x, gram_x, norm, start = phi_k, gram_phi, phi_norm, base_k
         # The normalised step: a weight for each token's error
         step_x = step_phi = torch.ones_like(norm)
         if options.inner_norm:
-            step_x, size = 1 / (norm + INNER_NORM_EPS), self.phi_norm[:, :, view] + INNER_NORM_EPS
+            step_x, size = 1 / (norm + INNER_NORM_EPS), phi_norm + INNER_NORM_EPS
             step_phi = 1 / (size * output_gain(slope, current).clamp_min(1)) if self.deep else 1 / size
 
         # Errors of the sources: tokens at the chunk's start, or pairs at the latest write
-        target, window = self.target[:, :, view], None
+        window = None
         if options.inner_loss == "dot":
             errors = -target
         else:
@@ -203,8 +225,8 @@ class _Scan:
         else:
             gram_z = self._kernel(q, k)
         y = self._read(output, by_muon, decays, base, delta[0], momentum[0], z, gram_z)
-        if self.residual is not None:
-            y = y + self.residual[:, :, own]
+        if residual is not None:
+            y = y + residual
         new = Fast(tuple(d for d, _ in folded), tuple(s for _, s in folded) if fast.momentum else ())
         return y, fold_rows(complete_rows(self.grid, n), new, fast)
 

@@ -104,7 +104,7 @@ def check_inputs(q, k, v, memory, tokens: Tokens, feature_map, residual_scale, o
     """Raise `ValueError` naming the argument, its shape and the one wanted."""
     if q.ndim != 4 or q.shape[1] == 0:
         raise ValueError(f"q must be [B, T, H, K] with T >= 1, got {tuple(q.shape)}")
-    batch, length, heads, key_dim = q.shape
+    batch, _, heads, key_dim = q.shape
     if k.shape != q.shape:
         raise ValueError(f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}")
     if v.shape[:3] != q.shape[:3] or v.ndim != 4:

@@ -1,0 +1,1 @@
+"""The command line: `atlas-hf demo | train | generate | info`."""

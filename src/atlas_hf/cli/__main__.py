@@ -1,0 +1,7 @@
+"""`python -m atlas_hf.cli`."""
+
+import sys
+
+from atlas_hf.cli.main import main
+
+sys.exit(main())

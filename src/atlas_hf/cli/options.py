@@ -1,0 +1,118 @@
+"""Flags that several commands share, and what they are turned into."""
+
+import argparse
+import json
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from atlas_hf.modeling.configuration_atlas import PRESETS, SIZES, AtlasConfig
+from atlas_hf.training.errors import InputError
+
+WIDTH_FLAGS = {
+    "hidden_size": "model width",
+    "num_hidden_layers": "blocks",
+    "num_attention_heads": "heads, each with a memory of its own",
+    "head_dim": "width of a head's keys and values",
+    "intermediate_size": "width of the SwiGLU block",
+}
+
+
+def positive_int(text: str) -> int:
+    return _number(text, int, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def natural(text: str) -> int:
+    return _number(text, int, lambda value: value >= 0, "a whole number of at least 0")
+
+
+def positive_float(text: str) -> float:
+    return _number(text, float, lambda value: 0 < value < float("inf"), "a number above 0")
+
+
+def fraction(text: str) -> float:
+    return _number(text, float, lambda value: 0 < value <= 1, "a number above 0 and up to 1")
+
+
+def _number(text, kind, allowed, wanted):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not allowed(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value
+
+
+def assignment(text: str) -> tuple[str, object]:
+    """`FIELD=VALUE` with the value as JSON where it is JSON, as a string otherwise."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIELD=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, defaults: dict | None = None) -> None:
+    """Preset, size, widths and single fields of an `AtlasConfig`."""
+    defaults = defaults or {}
+    group = parser.add_argument_group("model")
+    group.add_argument("--preset", choices=PRESETS, default="atlas", help="member of the family")
+    group.add_argument("--size", choices=SIZES, help="one of the paper's sizes; the flags below override it")
+    for name, meaning in WIDTH_FLAGS.items():
+        default = defaults.get(name)
+        group.add_argument(f"--{name.replace('_', '-')}", type=positive_int, default=default, metavar="N", help=meaning)
+    group.add_argument(
+        "--set",
+        type=assignment,
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any other field of AtlasConfig, e.g. chunk_size=8; may be repeated",
+    )
+
+
+def build_config(arguments: argparse.Namespace, **fields) -> AtlasConfig:
+    """The configuration that the flags of `add_model_arguments` describe; `fields` are given by the command itself.
+
+    Raises:
+        InputError: the configuration refuses a field or a value.
+    """
+    widths = {name: getattr(arguments, name) for name in WIDTH_FLAGS if getattr(arguments, name) is not None}
+    try:
+        return getattr(AtlasConfig, arguments.preset)(arguments.size, **{**fields, **widths, **dict(arguments.set)})
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise InputError(f"the model's configuration is refused: {innermost(error)}") from error
+
+
+def innermost(error: BaseException) -> str:
+    """The message at the root of a chain: strict configurations wrap it in sentences about validators."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())
+
+
+def load_model(path: Path) -> PreTrainedModel:
+    """The causal language model saved in a folder.
+
+    Raises:
+        InputError: no folder, or nothing in it that loads.
+    """
+    check_model_folder(path)
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise InputError(f"the model in {path} cannot be loaded: {innermost(error)}") from error
+
+
+def check_model_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise InputError(f"model {path} is not a folder: name one written by `atlas-hf train` or save_pretrained")
+    if not (path / "config.json").exists():
+        raise InputError(
+            f"model {path} has no config.json: name a folder written by `atlas-hf train` or save_pretrained"
+        )

@@ -1,0 +1,157 @@
+"""Train a model and a tokenizer on text files or a saved dataset.
+
+Everything is written to --output when the run is complete, and nothing before.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from atlas_hf.cli.options import add_model_arguments, build_config, load_model, natural, positive_float, positive_int
+from atlas_hf.modeling.modeling_atlas import AtlasForCausalLM
+from atlas_hf.training.errors import InputError
+from atlas_hf.training.run import Data, run_training
+from atlas_hf.training.staging import check_output, partial_folder
+from atlas_hf.training.texts import read_corpus
+from atlas_hf.training.tokenizer import check_vocabulary, encode, load_tokenizer, to_blocks, train_tokenizer
+from atlas_hf.training.trainer import TrainingOptions
+
+HELD_OUT_SHARE = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "texts", nargs="+", type=Path, help="text or JSON files, or folders of them or of a saved dataset"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to write model, tokenizer and report to")
+    parser.add_argument(
+        "--held-out",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="texts to measure perplexity on (default: the dataset's validation split, or else the last twentieth)",
+    )
+    parser.add_argument("--text-column", default="text", help="column of JSON files and datasets")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use (default: train one)")
+    parser.add_argument("--vocab-size", type=positive_int, default=2048, help="size of a tokenizer trained here")
+    parser.add_argument(
+        "--init-from", type=Path, help="folder of a model to start from; the model flags are then ignored"
+    )
+    add_training_arguments(parser)
+    parser.add_argument("--save-steps", type=natural, default=0, help="steps between checkpoints (0: none)")
+    parser.add_argument("--resume", action="store_true", help="go on from an interrupted run's last checkpoint")
+    add_model_arguments(parser, defaults={"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4})
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, *, max_steps: int = 500) -> None:
+    """Flags that `train` and `demo` share."""
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote to --output")
+    group = parser.add_argument_group("training")
+    group.add_argument("--max-steps", type=positive_int, default=max_steps, help="optimiser steps")
+    group.add_argument("--batch-size", type=positive_int, default=8, help="blocks per step")
+    group.add_argument("--block-size", type=positive_int, default=256, help="tokens per block")
+    group.add_argument("--lr", type=positive_float, default=2e-3, help="peak learning rate")
+    group.add_argument("--seed", type=natural, default=0, help="of weights and of the blocks' order")
+
+
+def training_options(arguments: argparse.Namespace, save_steps: int = 0) -> TrainingOptions:
+    return TrainingOptions(
+        max_steps=arguments.max_steps,
+        batch_size=arguments.batch_size,
+        learning_rate=arguments.lr,
+        seed=arguments.seed,
+        save_steps=save_steps,
+    )
+
+
+def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> AtlasForCausalLM:
+    """A model for `tokenizer` as the flags describe it, with weights by --seed."""
+    pad = tokenizer.pad_token_id
+    config = build_config(
+        arguments,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        # An embedding that serves as padding is never trained, which the end-of-text token must be.
+        pad_token_id=None if pad == tokenizer.eos_token_id else pad,
+    )
+    set_seed(arguments.seed)
+    return AtlasForCausalLM(config)
+
+
+def check_blocks(model: PreTrainedModel, block_size: int) -> None:
+    """Raises InputError where a block would not even fill one chunk of the memory."""
+    chunk_size = getattr(model.config, "chunk_size", 2)
+    if block_size < max(chunk_size, 2):
+        raise InputError(
+            f"block_size={block_size} is shorter than the memory's chunk_size={chunk_size}: "
+            "raise --block-size, or lower the chunk with --set chunk_size=N"
+        )
+
+
+def prepare_data(
+    tokenizer: PreTrainedTokenizerBase, train_texts: list[str], held_out_texts: list[str], block_size: int
+) -> Data:
+    """Blocks to train on and held out; without held-out texts, the last twentieth of the blocks is."""
+    train_ids = encode(tokenizer, train_texts)
+    blocks = to_blocks(train_ids, block_size, "the training text")
+    if held_out_texts:
+        return Data(train_ids, blocks, to_blocks(encode(tokenizer, held_out_texts), block_size, "the held-out text"))
+    if len(blocks) < 2:
+        raise InputError(
+            f"the text has {train_ids.numel()} tokens, one block of {block_size} and none to hold out: "
+            "give more text, a smaller --block-size, or --held-out"
+        )
+    held_out = max(len(blocks) // HELD_OUT_SHARE, 1)
+    kept = blocks[:-held_out]
+    return Data(kept.flatten(), kept, blocks[-held_out:])
+
+
+def _tokenizer(arguments: argparse.Namespace, texts: list[str]) -> PreTrainedTokenizerBase:
+    if arguments.resume:
+        return load_tokenizer(partial_folder(arguments.output))
+    source = arguments.tokenizer or arguments.init_from
+    return load_tokenizer(source) if source else train_tokenizer(texts, arguments.vocab_size)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
+    corpus = read_corpus(arguments.texts, arguments.text_column)
+    held_out = read_corpus(arguments.held_out, arguments.text_column).train if arguments.held_out else corpus.held_out
+    model = load_model(arguments.init_from) if arguments.init_from else None
+    tokenizer = _tokenizer(arguments, corpus.train)
+    model = model or new_model(arguments, tokenizer)
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    check_blocks(model, arguments.block_size)
+    data = prepare_data(tokenizer, corpus.train, held_out, arguments.block_size)
+    describe(model, data)
+    skipped = {"command", "resume", "overwrite", "output"}
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k not in skipped}
+    settings |= {
+        "texts": [str(path) for path in arguments.texts],
+        "held_out": [str(path) for path in arguments.held_out],
+    }
+    run_training(
+        model,
+        tokenizer,
+        data,
+        training_options(arguments, arguments.save_steps),
+        arguments.output,
+        settings=settings,
+        overwrite=arguments.overwrite,
+        resume=arguments.resume,
+    )
+    print(f"Written to {arguments.output}: model, tokenizer, run.json, loss.png")
+    print(f'Next: atlas-hf generate --model {arguments.output} --prompt "..."')
+
+
+def describe(model: PreTrainedModel, data: Data) -> None:
+    device = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
+    print(f"Model: {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size}, on {device}")
+    print(
+        f"Data: {len(data.train_blocks):,} blocks of {data.train_blocks.shape[1]} tokens to train on, "
+        f"{len(data.held_out_blocks):,} held out",
+        flush=True,
+    )

@@ -1,0 +1,49 @@
+"""Perplexity of a model and of n-gram baselines, over the same targets.
+
+The targets are every token of every block but the block's first, which has nothing before it in the block. Perplexity is
+`exp` of the mean negative log probability of the targets, in nats.
+"""
+
+import math
+
+import torch
+from transformers import PreTrainedModel
+
+ADDED_COUNT = 0.1
+
+
+@torch.inference_mode()
+def model_perplexity(model: PreTrainedModel, blocks: torch.Tensor, batch_size: int = 8) -> float:
+    """Perplexity of `blocks [N, L]`, each read by itself from the model's initial memory."""
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    for batch in blocks.split(batch_size):
+        batch = batch.to(model.device)
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        total += loss.item() * batch[:, 1:].numel()
+    model.train(was_training)
+    return _exponential(total / blocks[:, 1:].numel())
+
+
+def unigram_perplexity(train: torch.Tensor, blocks: torch.Tensor, vocab_size: int) -> float:
+    """`p(b) = (n(b) + 0.1) / (N + 0.1 V)`, counted over the tokens `train [N]`."""
+    counts = torch.bincount(train, minlength=vocab_size).double()
+    probabilities = (counts + ADDED_COUNT) / (counts.sum() + ADDED_COUNT * vocab_size)
+    return _exponential(-probabilities[blocks[:, 1:]].log().mean().item())
+
+
+def bigram_perplexity(train: torch.Tensor, blocks: torch.Tensor, vocab_size: int) -> float:
+    """`p(b | a) = (n(a, b) + 0.1) / (n(a, .) + 0.1 V)`, counted over neighbouring tokens of `train [N]`."""
+    # Counts are looked up in the sorted list of pairs that occur: a table of V * V would not fit for a large vocabulary.
+    pairs, pair_counts = (train[:-1] * vocab_size + train[1:]).unique(return_counts=True)
+    first_counts = torch.bincount(train[:-1], minlength=vocab_size).double()
+    first, wanted = blocks[:, :-1], blocks[:, :-1] * vocab_size + blocks[:, 1:]
+    place = torch.searchsorted(pairs, wanted).clamp_(max=pairs.numel() - 1)
+    counts = torch.where(pairs[place] == wanted, pair_counts[place], 0).double()
+    probabilities = (counts + ADDED_COUNT) / (first_counts[first] + ADDED_COUNT * vocab_size)
+    return _exponential(-probabilities.log().mean().item())
+
+
+def _exponential(mean_loss: float) -> float:
+    return math.exp(mean_loss) if mean_loss < 700 else math.inf

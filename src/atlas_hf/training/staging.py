@@ -1,0 +1,76 @@
+"""Output folders that appear complete or not at all."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from atlas_hf.training.errors import InputError
+
+RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
+
+
+def partial_folder(output: Path) -> Path:
+    """Where a run is written until it is complete: beside `output`, so that a rename can finish it."""
+    return output.with_name(output.name + ".partial")
+
+
+def check_output(output: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Look before the long work whether `staged` will be able to write.
+
+    Raises:
+        InputError: the folder holds something that may not be replaced, or an interrupted run is in the way, or there is
+            none to resume.
+    """
+    partial = partial_folder(output)
+    if output.exists() and not output.is_dir():
+        raise InputError(f"output {output} is a file: name a folder")
+    if output.is_dir() and any(output.iterdir()):
+        if not overwrite:
+            raise InputError(
+                f"output {output} is not empty: name another folder, or pass --overwrite to replace an old run"
+            )
+        if not (output / RUN_FILE).exists():
+            raise InputError(
+                f"output {output} is not empty and not a run of atlas-hf (no {RUN_FILE}): name another folder"
+            )
+    has_checkpoint = any((partial / CHECKPOINTS).glob("checkpoint-*"))
+    if partial.exists() and not (partial / RUN_FILE).exists():
+        raise InputError(
+            f"{partial} is needed while the run lasts, and holds something else: move it, or name another output"
+        )
+    if resume and not has_checkpoint:
+        raise InputError(
+            f"there is no interrupted run to resume at {partial}: leave out --resume (checkpoints need --save-steps)"
+        )
+    if has_checkpoint and not resume and not overwrite:
+        raise InputError(
+            f"{partial} holds an interrupted run: pass --resume to go on, --overwrite to drop it, or remove it"
+        )
+
+
+@contextmanager
+def staged(output: Path, *, overwrite: bool = False, resume: bool = False) -> Iterator[Path]:
+    """A folder to write into, renamed to `output` when the block ends well.
+
+    When it ends in an error nothing stays, except a folder that holds a checkpoint to resume from.
+    """
+    check_output(output, overwrite=overwrite, resume=resume)
+    partial = partial_folder(output)
+    try:
+        if partial.exists() and not resume:
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output {output} cannot be written: {error.strerror}; name another folder") from error
+    try:
+        yield partial
+    except BaseException:
+        if not any((partial / CHECKPOINTS).glob("checkpoint-*")):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(partial / CHECKPOINTS, ignore_errors=True)
+    if output.exists():
+        shutil.rmtree(output)
+    partial.rename(output)

@@ -1,0 +1,89 @@
+"""`atlas-hf generate`: equal to `model.generate`, reproducible, and clear about models that do not fit."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+
+from atlas_hf.training.tokenizer import train_tokenizer
+
+PROMPT = "The landlord's daughter"
+
+
+def test_greedy_is_what_the_model_generates(atlas, trained):
+    outcome = atlas("generate", "--model", trained, "--prompt", PROMPT, "--greedy", "--max-new-tokens", 12)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
+    ids = model.generate(
+        **tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False), max_new_tokens=12, do_sample=False
+    )
+    assert outcome.code == 0
+    assert outcome.out == tokenizer.decode(ids[0], skip_special_tokens=True) + "\n"
+    assert outcome.out.startswith(PROMPT)
+
+
+def test_sampling_follows_its_seed_and_flags(atlas, trained):
+    def sample(*flags):
+        outcome = atlas("generate", "--model", trained, "--prompt", PROMPT, "--max-new-tokens", 20, *flags)
+        assert outcome.code == 0
+        return outcome.out
+
+    assert sample("--seed", 1) == sample("--seed", 1)
+    assert len({sample("--seed", seed, "--top-k", 0, "--temperature", 2) for seed in range(4)}) > 1
+    greedy = sample("--greedy")
+    assert sample("--top-k", 1, "--seed", 3) == greedy
+    assert sample("--top-p", 1e-9, "--seed", 3) == greedy
+    assert sample("--temperature", 1e-4, "--seed", 3) == greedy
+
+
+def refused(outcome, *parts):
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
+    for part in parts:
+        assert str(part) in outcome.err
+
+
+def test_models_that_cannot_be_used(atlas, trained, tmp_path):
+    def generate(folder):
+        return atlas("generate", "--model", folder, "--prompt", PROMPT)
+
+    refused(generate(tmp_path / "missing"), tmp_path / "missing", "is not a folder")
+    refused(generate(tmp_path), "no config.json")
+
+    broken = tmp_path / "broken"
+    shutil.copytree(trained, broken)
+    (broken / "config.json").write_text("{")
+    refused(generate(broken), broken, "cannot be loaded")
+    shutil.copy(trained / "config.json", broken)
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    refused(generate(broken), broken, "cannot be loaded")
+    shutil.copy(trained / "model.safetensors", broken)
+    (broken / "tokenizer_config.json").unlink()
+    refused(generate(broken), broken, "no tokenizer")
+
+    other = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+    BertModel(other).save_pretrained(tmp_path / "bert")
+    train_tokenizer(["ab"], 258).save_pretrained(tmp_path / "bert")
+    refused(generate(tmp_path / "bert"), "258 tokens", "vocab_size is 9")
+
+
+def test_a_contradictory_configuration_names_the_field(atlas, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "model")
+    config = json.loads((trained / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"memory": "cubic"}))
+    outcome = atlas("generate", "--model", tmp_path / "model", "--prompt", PROMPT)
+    refused(outcome, "memory='cubic'", "linear, mlp, gated")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("--prompt", ""), "--prompt is empty"),
+        (("--prompt", "a", "--top-p", "1.5"), "'1.5' is not a number above 0 and up to 1"),
+        (("--prompt", "a", "--temperature", "0"), "'0' is not a number above 0"),
+        (("--prompt", "a", "--max-new-tokens", "-1"), "'-1' is not a whole number"),
+        ((), "--prompt"),
+    ],
+)
+def test_flags_that_cannot_be_used(atlas, trained, flags, part):
+    refused(atlas("generate", "--model", trained, *flags), part)

@@ -1,0 +1,26 @@
+"""The command line as a whole."""
+
+import atlas_hf
+from atlas_hf.cli.main import COMMANDS, build_parser
+
+
+def test_help_and_version(atlas):
+    assert atlas("--version").out == f"atlas-hf {atlas_hf.__version__}\n"
+    text = atlas("--help").out
+    for name in COMMANDS:
+        assert name in text
+        outcome = atlas(name, "--help")
+        assert outcome.code == 0
+        assert f"usage: atlas-hf {name}" in outcome.out
+
+
+def test_every_flag_has_a_help_text():
+    for command in build_parser()._subparsers._group_actions[0].choices.values():
+        assert all(action.help for action in command._actions)
+
+
+def test_no_or_an_unknown_command(atlas):
+    for arguments in ((), ("paint",)):
+        outcome = atlas(*arguments)
+        assert outcome.code == 2
+        assert "usage: atlas-hf" in outcome.err

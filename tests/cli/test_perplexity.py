@@ -1,0 +1,61 @@
+"""Baselines against hand calculations, the model's perplexity against its own logits."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from atlas_hf import AtlasConfig, AtlasForCausalLM
+from atlas_hf.training.perplexity import bigram_perplexity, model_perplexity, unigram_perplexity
+
+
+def test_bigram_is_add_a_tenth_over_the_targets_of_each_block():
+    # Training text a b a b a c = 0 1 0 1 0 2: n(a,b)=2, n(a,c)=1, n(b,a)=2; firsts: a 3, b 2. V = 4.
+    train = torch.tensor([0, 1, 0, 1, 0, 2])
+    blocks = torch.tensor([[0, 1, 3], [2, 0, 2]])
+    # Targets: b after a, d after b, a after c, c after a. The pair (d, c) across the blocks is none.
+    probabilities = [2.1 / 3.4, 0.1 / 2.4, 0.1 / 0.4, 1.1 / 3.4]
+    expected = math.exp(-sum(map(math.log, probabilities)) / 4)
+    assert bigram_perplexity(train, blocks, vocab_size=4) == pytest.approx(expected, rel=1e-12)
+
+
+def test_unigram_is_add_a_tenth_over_the_same_targets():
+    train = torch.tensor([0, 1, 0, 1, 0, 2])
+    blocks = torch.tensor([[0, 1, 3], [2, 0, 2]])
+    probabilities = [2.1 / 6.4, 0.1 / 6.4, 3.1 / 6.4, 1.1 / 6.4]
+    expected = math.exp(-sum(map(math.log, probabilities)) / 4)
+    assert unigram_perplexity(train, blocks, vocab_size=4) == pytest.approx(expected, rel=1e-12)
+
+
+def test_bigram_equals_a_count_of_every_pair():
+    generator = torch.Generator().manual_seed(3)
+    train = torch.randint(0, 17, (500,), generator=generator)
+    blocks = torch.randint(0, 17, (9, 11), generator=generator)
+    tokens, total, num = train.tolist(), 0.0, 0
+    for row in blocks.tolist():
+        for a, b in itertools.pairwise(row):
+            pair = sum(tokens[i] == a and tokens[i + 1] == b for i in range(499))
+            total -= math.log((pair + 0.1) / (sum(token == a for token in tokens[:-1]) + 0.1 * 17))
+            num += 1
+    assert bigram_perplexity(train, blocks, 17) == pytest.approx(math.exp(total / num), rel=1e-12)
+
+
+def test_uniform_baselines_without_any_counted_pair():
+    nothing_seen = torch.tensor([5, 5])
+    blocks = torch.tensor([[0, 1, 2, 3]])
+    assert bigram_perplexity(nothing_seen, blocks, 8) == pytest.approx(8.0)
+
+
+def test_model_perplexity_is_that_of_its_logits_whatever_the_batch():
+    config = AtlasConfig(
+        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, chunk_size=4, initializer_range=0.5
+    )
+    model = AtlasForCausalLM(config).train()
+    blocks = torch.randint(0, 11, (5, 9))
+    with torch.no_grad():
+        log_probabilities = model(blocks).logits[:, :-1].double().log_softmax(-1)
+    expected = math.exp(-log_probabilities.gather(-1, blocks[:, 1:, None]).mean().item())
+    for batch_size in (1, 2, 5):
+        assert model_perplexity(model, blocks, batch_size) == pytest.approx(expected, rel=1e-5)
+    assert model.training

@@ -1,0 +1,237 @@
+"""`atlas-hf train`: what it writes, resuming, starting from a model, and refusals that leave nothing behind."""
+
+import json
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from atlas_hf.training import trainer as trainer_module
+from atlas_hf.training.tokenizer import train_tokenizer
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_refused(outcome, folder, *parts):
+    """Exit code 2, one line on stderr that names `parts`, and nothing new in `folder`."""
+    assert outcome.code == 2
+    assert outcome.err.count("\n") == 1
+    for part in parts:
+        assert str(part) in outcome.err
+    assert "Traceback" not in outcome.err
+    assert {path.name for path in folder.iterdir()} <= {"story.txt", "input"}
+
+
+def test_a_run_is_written_whole_and_loads(trained):
+    assert {path.name for path in trained.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "run.json", "loss.png"),
+    }
+    assert not list(trained.parent.glob("*.partial"))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.use_cache
+    assert (model.config.chunk_size, model.config.hidden_size) == (4, 16)
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
+    run = json.loads((trained / "run.json").read_text())
+    assert set(run["perplexity"]) == {"unigram", "bigram", "before", "after"}
+    assert run["settings"]["max_steps"] == 4
+    assert [step for step, _ in run["losses"]] == [1, 2, 3, 4]
+
+
+def test_training_learns_and_shows_progress(train_tiny, tmp_path):
+    outcome = train_tiny(tmp_path / "out", "--max-steps", 60, "--lr", 0.01)
+    assert outcome.code == 0
+    perplexity = json.loads((tmp_path / "out" / "run.json").read_text())["perplexity"]
+    assert perplexity["after"] < 0.6 * perplexity["before"]
+    assert "step    60/60  loss" in outcome.out
+    assert f"{perplexity['bigram']:.1f}" in outcome.out
+
+
+def test_the_seed_decides_the_weights(train_tiny, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert train_tiny(tmp_path / name, "--seed", seed).code == 0
+    a, b, c = (weights(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert any(not torch.equal(a[key], c[key]) for key in a)
+
+
+class InterruptAt(TrainerCallback):
+    """Ends training at a step, as Ctrl-C would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(train_tiny, tmp_path, monkeypatch):
+    flags = ("--max-steps", 6, "--save-steps", 2)
+    assert train_tiny(tmp_path / "whole", *flags).code == 0
+
+    class Interrupted(trainer_module.Trainer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.add_callback(InterruptAt(5))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "Trainer", Interrupted)
+        assert train_tiny(tmp_path / "cut", *flags).code == 130
+    assert not (tmp_path / "cut").exists()
+    assert (tmp_path / "cut.partial" / "checkpoints" / "checkpoint-4").is_dir()
+
+    again = train_tiny(tmp_path / "cut", *flags)
+    assert again.code == 2
+    assert "--resume" in again.err
+    changed = train_tiny(tmp_path / "cut", *flags, "--resume", "--lr", 0.5)
+    assert changed.code == 2
+    assert "lr=0.5 (was 0.002)" in changed.err
+    assert train_tiny(tmp_path / "cut", *flags, "--resume").code == 0
+    assert not (tmp_path / "cut.partial").exists()
+    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    for key in whole:
+        torch.testing.assert_close(cut[key], whole[key], rtol=1e-6, atol=1e-7)
+
+
+def test_an_interrupted_run_without_checkpoints_leaves_nothing(train_tiny, tmp_path, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atlas_hf.training.run.train", stop)
+    assert train_tiny(tmp_path / "out").code == 130
+    assert {path.name for path in tmp_path.iterdir()} == {"story.txt"}
+
+
+def test_training_goes_on_from_a_model(trained, train_tiny, tmp_path):
+    outcome = train_tiny(tmp_path / "out", "--init-from", trained, "--lr", 1e-9)
+    assert outcome.code == 0
+    before, after = weights(trained), weights(tmp_path / "out")
+    for key in before:
+        torch.testing.assert_close(after[key], before[key], rtol=1e-4, atol=1e-6)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
+
+
+def test_a_saved_dataset_and_a_given_tokenizer(trained, train_tiny, tmp_path):
+    rows = datasets.Dataset.from_dict({"body": ["A long walk by the sea. " * 20] * 3})
+    datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "input")
+    outcome = train_tiny(
+        *(tmp_path / "out", "--text-column", "body", "--tokenizer", trained), texts=[tmp_path / "input"]
+    )
+    assert outcome.code == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
+
+
+def test_presets_reach_the_model(train_tiny, tmp_path):
+    assert train_tiny(tmp_path / "out", "--preset", "titans").code == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["rule"], config["momentum"]) == ("gd", "carry")
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "holds no text"),
+        (b"  \n\n ", "holds no text"),
+        (b"caf\xe9 au lait " * 99, "is not UTF-8 (byte 3 is 0xe9)"),
+        (b"short", "less than one block of 16"),
+        (b"abcdefghijklmnopqrst", "none to hold out"),
+    ],
+)
+def test_texts_that_cannot_be_used(train_tiny, tmp_path, content, part):
+    (tmp_path / "input").write_bytes(content)
+    outcome = train_tiny(tmp_path / "out", "--vocab-size", 258, texts=[tmp_path / "input"])
+    assert_refused(outcome, tmp_path, part)
+
+
+def test_paths_that_do_not_hold_what_they_should(train_tiny, tmp_path):
+    missing = tmp_path / "missing"
+    assert_refused(train_tiny(tmp_path / "out", texts=[missing]), tmp_path, missing, "does not exist")
+    assert_refused(train_tiny(tmp_path / "out", "--held-out", missing), tmp_path, missing, "does not exist")
+    assert_refused(train_tiny(tmp_path / "out", "--tokenizer", missing), tmp_path, missing, "is not a folder")
+    assert_refused(train_tiny(tmp_path / "out", "--init-from", missing), tmp_path, missing, "is not a folder")
+    (tmp_path / "input").mkdir()
+    empty = tmp_path / "input"
+    assert_refused(train_tiny(tmp_path / "out", texts=[empty]), tmp_path, empty, "without a saved dataset")
+    assert_refused(train_tiny(tmp_path / "out", "--tokenizer", empty), tmp_path, empty, "no tokenizer")
+    assert_refused(train_tiny(tmp_path / "out", "--init-from", empty), tmp_path, empty, "no config.json")
+
+
+def test_a_broken_json_file(train_tiny, tmp_path):
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input" / "rows.jsonl").write_text('{"text": "one"}\n{"text": ', encoding="utf-8")
+    assert_refused(train_tiny(tmp_path / "out", texts=[tmp_path / "input"]), tmp_path, "rows.jsonl", "JSON")
+
+
+def test_a_tokenizer_larger_than_the_model(trained, train_tiny, tmp_path):
+    train_tokenizer(["one two three four five six"] * 9, 320).save_pretrained(tmp_path / "input")
+    large = train_tokenizer(["".join(chr(0x4E00 + i) for i in range(400))] * 3, 900)
+    large.save_pretrained(tmp_path / "input")
+    outcome = train_tiny(tmp_path / "out", "--init-from", trained, "--tokenizer", tmp_path / "input")
+    assert_refused(outcome, tmp_path, len(large), "vocab_size is 300")
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (("--block-size", 3), ("block_size=3", "chunk_size=4", "--block-size")),
+        (("--vocab-size", 100), ("vocab_size=100", "at least 258")),
+        (("--preset", "atlantis"), ("--preset", "'atlantis'", "omeganet")),
+        (("--size", "2B"), ("--size", "'2B'", "340M")),
+        (("--set", "chunk_sise=8"), ("chunk_sise=8",)),
+        (("--set", "memory=cubic"), ("memory='cubic'", "gated")),
+        (("--set", 'hidden_act="nothing"'), ("hidden_act",)),
+        (("--set", "nothing"), ("'nothing'", "FIELD=VALUE")),
+        (("--num-attention-heads", 3), ("hidden_size=16", "num_attention_heads=3")),
+        (("--max-steps", 0), ("--max-steps", "'0'", "at least 1")),
+        (("--lr", "fast"), ("--lr", "'fast'", "above 0")),
+        (("--resume",), ("no interrupted run", "--save-steps")),
+    ],
+)
+def test_settings_that_cannot_be_used(train_tiny, tmp_path, flags, parts):
+    outcome = train_tiny(tmp_path / "out", *flags)
+    outcome.err = outcome.err.splitlines()[-1] + "\n"  # argparse prints the usage before its message
+    assert_refused(outcome, tmp_path, *parts)
+
+
+def test_an_output_that_holds_something_is_kept(train_tiny, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "letter.txt").write_text("dear")
+    for flags in ((), ("--overwrite",)):
+        outcome = train_tiny(output, *flags)
+        assert outcome.code == 2
+        assert "is not empty" in outcome.err
+    assert [path.name for path in output.iterdir()] == ["letter.txt"]
+    assert "is a file" in train_tiny(output / "letter.txt").err
+    foreign = tmp_path / "next.partial"
+    foreign.mkdir()
+    assert "holds something else" in train_tiny(tmp_path / "next").err
+    assert foreign.is_dir()
+
+
+def test_an_old_run_is_replaced_only_when_asked(train_tiny, tmp_path):
+    output = tmp_path / "out"
+    assert train_tiny(output, "--seed", 1).code == 0
+    old = weights(output)
+    refused = train_tiny(output, "--seed", 2)
+    assert refused.code == 2
+    assert "--overwrite" in refused.err
+    assert all(torch.equal(old[key], value) for key, value in weights(output).items())
+    assert train_tiny(output, "--seed", 2, "--overwrite").code == 0
+    assert any(not torch.equal(old[key], value) for key, value in weights(output).items())
+
+
+def test_a_diverging_run_says_so_and_leaves_nothing(train_tiny, tmp_path, monkeypatch):
+    class Diverging(trainer_module.Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * float("nan")
+
+    monkeypatch.setattr(trainer_module, "Trainer", Diverging)
+    assert_refused(train_tiny(tmp_path / "out"), tmp_path, "learning_rate=0.002", "diverge", "--lr")

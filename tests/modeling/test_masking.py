@@ -1,0 +1,146 @@
+"""A masked token does not exist: the others come out as if it had been deleted, whatever the mask's pattern and dtype."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from atlas_hf.modeling.sequence_layout import SequenceLayout
+
+PATTERNS = {
+    "left": [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "right": [1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
+    "middle": [1, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1, 1],
+    "everywhere": [0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 0],
+    "one token": [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0],
+    "all": [1] * 12,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_masked_token_does_not_exist(small_model, random_ids, assert_equal_logits, variant, pattern):
+    model, ids = small_model(variant), random_ids(1, 12)
+    mask = torch.tensor([PATTERNS[pattern]])
+    real = mask[0].bool()
+    expected = model(ids[:, real], use_cache=False).logits
+    for use_cache in (False, True):
+        logits = model(ids, attention_mask=mask, use_cache=use_cache).logits
+        assert_equal_logits(logits[:, real], expected)
+    cache = model(ids, attention_mask=mask).cache
+    deleted = model(ids[:, real]).cache
+    token, more = random_ids(1, 1, seed=4), torch.ones(1, 13, dtype=torch.long)
+    more[:, :12] = mask
+    assert_equal_logits(model(token, attention_mask=more, cache=cache).logits, model(token, cache=deleted).logits)
+
+
+@torch.no_grad()
+def test_patterns_in_one_batch(small_model, random_ids, assert_equal_logits, variant):
+    model, ids = small_model(variant), random_ids(len(PATTERNS) + 1, 12)
+    mask = torch.tensor([*PATTERNS.values(), [0] * 12])
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    assert logits.isfinite().all()
+    for row, real in enumerate(mask.bool()):
+        if real.any():
+            assert_equal_logits(logits[row, real], model(ids[row : row + 1, real], use_cache=False).logits[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+)
+def test_dtypes(small_model, random_ids, dtype):
+    model, ids = small_model(), random_ids(2, 12)
+    mask = torch.tensor([PATTERNS["everywhere"], PATTERNS["left"]])
+    expected = model(ids, attention_mask=mask).logits
+    assert torch.equal(model(ids, attention_mask=mask.to(dtype)).logits, expected)
+
+
+@torch.no_grad()
+def test_a_row_without_tokens(small_model, random_ids, assert_equal_logits, variant):
+    """Alone, then beside another row; and it begins with its first real token."""
+    model, ids = small_model(variant), random_ids(2, 9)
+    cache = DynamicCache(config=model.config)
+    empty = model(ids[:1, :5], attention_mask=torch.zeros(1, 5), cache=cache).logits
+    assert empty.isfinite().all()
+    mask = torch.tensor([[0] * 5 + [1] * 4])
+    expected = model(ids[:1, 5:], use_cache=False).logits
+    assert_equal_logits(model(ids[:1, 5:], attention_mask=mask, cache=cache).logits, expected)
+    mask = torch.tensor([[0] * 9, [1] * 9])
+    logits = model(ids, attention_mask=mask).logits
+    assert_equal_logits(logits[1:], model(ids[1:]).logits)
+
+
+@torch.no_grad()
+def test_masks_with_a_cache(small_model, random_ids, assert_equal_logits, variant):
+    """The whole sequence's mask or the new tokens' part; padding on top of a cache."""
+    model, ids = small_model(variant), random_ids(2, 12)
+    mask = torch.tensor([PATTERNS["middle"], PATTERNS["everywhere"]])
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    for cut in (1, 4, 7, 11):
+        for part in (mask, mask[:, cut:]):
+            cache = DynamicCache(config=model.config)
+            first = model(ids[:, :cut], attention_mask=mask[:, :cut], cache=cache).logits
+            second = model(ids[:, cut:], attention_mask=part, cache=cache).logits
+            real = mask.bool()
+            assert_equal_logits(torch.cat([first, second], 1)[real], expected[real])
+
+
+def test_no_gradient_through_masked_tokens(small_model, random_ids):
+    model, ids = small_model(), random_ids(2, 12)
+    mask = torch.tensor([PATTERNS["middle"], [0] * 12])
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, attention_mask=mask).logits
+    logits[mask.bool()].square().sum().backward()
+    assert embeds.grad[~mask.bool()].abs().max() == 0
+    assert embeds.grad[0, 0].abs().max() > 0
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2, 1, 6, 6), "must be \\[batch, tokens\\], got \\(2, 1, 6, 6\\)"),
+        (torch.ones(6), "must be \\[batch, tokens\\], got \\(6,\\)"),
+        (torch.ones(3, 6), "attention_mask has shape \\(3, 6\\), but there are 2 rows of 6 new tokens"),
+        (torch.ones(2, 5), "attention_mask has shape \\(2, 5\\)"),
+        (torch.ones(2, 9), "attention_mask has shape \\(2, 9\\)"),
+        (torch.zeros(2, 6).index_fill(1, torch.tensor([0]), -torch.inf), "attention_mask holds -inf"),
+        (torch.full((2, 6), torch.nan), "attention_mask holds nan"),
+    ],
+)
+def test_refuses_other_masks(small_model, random_ids, mask, message):
+    with pytest.raises(ValueError, match=message):
+        small_model()(random_ids(2, 6), attention_mask=mask)
+
+
+def test_refuses_a_mask_that_does_not_fit_the_cache(small_model, random_ids):
+    model, ids = small_model(), random_ids(2, 9)
+    with torch.no_grad():
+        cache = model(ids[:, :5]).cache
+        for length in (3, 5, 10):
+            with pytest.raises(ValueError, match="after 5 cached ones: give \\[2, 9\\], or only the new tokens' part"):
+                model(ids[:, 5:], attention_mask=torch.ones(2, length), cache=cache)
+
+
+def test_layout_of_a_mask():
+    mask = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]]).bool()
+    layout = SequenceLayout.from_mask(mask)
+    assert layout.lengths.tolist() == [2, 0, 3]
+    assert layout.last_sequence_of_row.tolist() == [0, 1, 2]
+    x = torch.arange(1.0, 13).view(3, 4)
+    gathered = layout.gather(x)
+    assert gathered.tolist() == [[2, 4, 0, 0], [0, 0, 0, 0], [9, 10, 11, 0]]
+    assert torch.equal(layout.scatter(gathered, 3, 4), x * mask)
+
+
+def test_layout_of_documents():
+    segments = torch.tensor([[0, 0, 1, 1], [3, 3, 3, 3]])
+    layout = SequenceLayout.from_segments(segments)
+    assert layout.lengths.tolist() == [2, 2, 4]
+    assert layout.last_sequence_of_row.tolist() == [1, 2]
+    x = torch.arange(1.0, 9).view(2, 4)
+    assert layout.gather(x).tolist() == [[1, 2, 0, 0], [3, 4, 0, 0], [5, 6, 7, 8]]
+    assert torch.equal(layout.scatter(layout.gather(x), 2, 4), x)
+    masked = SequenceLayout.from_segments(segments, torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0]]))
+    assert masked.lengths.tolist() == [1, 0, 2]
+    assert masked.gather(x).tolist() == [[1, 0], [0, 0], [6, 7]]

@@ -1,0 +1,58 @@
+"""What `atlas-hf info` prints against the model itself: parameters, bytes of the cache, operations counted by PyTorch."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+from atlas_hf import AtlasConfig, AtlasForCausalLM
+from atlas_hf.modeling.model_statistics import flops_per_token, memory_shapes, parameter_count, state_bytes
+
+
+def bytes_of(cache) -> int:
+    return sum(s.numel() * s.element_size() for layer in cache.layers for s in layer.states.values())
+
+
+def test_parameters(small_config, variant):
+    for overrides in ({}, {"tie_word_embeddings": True, "conv_kernel_size": 3, "num_hidden_layers": 1}):
+        config = small_config(variant, **overrides)
+        assert parameter_count(config) == sum(p.numel() for p in AtlasForCausalLM(config).parameters())
+
+
+@pytest.mark.parametrize("size", ["170M", "340M", "760M", "1.3B"])
+def test_parameters_of_the_papers_sizes(preset, size):
+    config = getattr(AtlasConfig, preset)(size)
+    with torch.device("meta"):
+        model = AtlasForCausalLM(config)
+    assert parameter_count(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_memory_shapes(small_config, small_model, variant):
+    weights = small_model(variant).model.layers[0].memory.memory_weights
+    assert memory_shapes(small_config(variant)) == [tuple(w.shape[1:]) for w in weights]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 3])
+def test_state(small_model, random_ids, variant, batch):
+    model, ids = small_model(variant, dtype=torch.float32), random_ids(batch, 12)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :11], cache=cache)
+    assert bytes_of(cache) == batch * state_bytes(model.config, decoding=False)
+    model(ids[:, 11:], cache=cache)
+    assert bytes_of(cache) == batch * state_bytes(model.config)
+
+
+@torch.no_grad()
+def test_operations(small_model, random_ids, variant):
+    model = small_model(variant, dtype=torch.float32, hidden_size=32, intermediate_size=64)
+    num_tokens = 4 * model.config.chunk_size
+    with FlopCounterMode(display=False) as counter:
+        model(random_ids(1, num_tokens), use_cache=False)
+    assert flops_per_token(model.config) == pytest.approx(counter.get_total_flops() / num_tokens, rel=0.12)
+
+
+def test_the_default_state_fits():
+    """The 340M model's state stays under 64 MiB in float32, decoding included."""
+    for preset in (AtlasConfig.atlas, AtlasConfig.omeganet):
+        assert state_bytes(preset("340M")) < 64 * 2**20

@@ -1,0 +1,145 @@
+"""Packed documents do not see each other, however their boundaries are told."""
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, DynamicCache
+
+LENGTHS = (5, 1, 9, 4)
+
+
+@pytest.fixture
+def packed(small_model, random_ids):
+    """A model, its packed ids, and the logits of each document by itself."""
+
+    def make(variant="atlas"):
+        model, ids = small_model(variant), random_ids(1, sum(LENGTHS))
+        with torch.no_grad():
+            alone = [model(part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
+        return model, ids, torch.cat(alone, 1)
+
+    return make
+
+
+def boundaries():
+    index = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
+    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    return {
+        "position_ids": {"position_ids": positions},
+        "seq_idx": {"seq_idx": index.int()},
+        "cu_seq_lens_q": {"cu_seq_lens_q": ends},
+        "all": {
+            "position_ids": positions,
+            "seq_idx": index,
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": 9,
+            "max_length_k": 9,
+        },
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("told", ["position_ids", "seq_idx", "cu_seq_lens_q", "all"])
+@pytest.mark.parametrize("cached", ["no cache", "new cache", "fresh cache given"])
+def test_documents_apart(packed, assert_equal_logits, told, cached):
+    model, ids, expected = packed()
+    arguments = dict(boundaries()[told])
+    if cached == "fresh cache given":
+        arguments["cache"] = DynamicCache(config=model.config)
+    else:
+        arguments["use_cache"] = cached == "new cache"
+    assert_equal_logits(model(ids, **arguments).logits, expected)
+
+
+@torch.no_grad()
+def test_without_boundaries_they_leak(packed):
+    model, ids, expected = packed()
+    assert (model(ids).logits - expected)[:, LENGTHS[0] :].abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_every_variant(packed, assert_equal_logits, variant):
+    model, ids, expected = packed(variant)
+    assert_equal_logits(model(ids, **boundaries()["seq_idx"]).logits, expected)
+
+
+@torch.no_grad()
+def test_cache_goes_on_with_the_last_document(packed, small_model, random_ids, assert_equal_logits, preset):
+    model, ids, _ = packed(preset)
+    cache = model(ids, **boundaries()["seq_idx"]).cache
+    more, last = random_ids(1, 5, seed=4), ids[:, -LENGTHS[-1] :]
+    logits = torch.cat([model(more[:, :1], cache=cache).logits, model(more[:, 1:], cache=cache).logits], 1)
+    assert_equal_logits(logits, model(torch.cat([last, more], 1)).logits[:, LENGTHS[-1] :])
+
+
+@torch.no_grad()
+def test_several_rows_and_a_mask(small_model, random_ids, assert_equal_logits):
+    model, ids = small_model(), random_ids(2, 10)
+    index = torch.tensor([[0] * 3 + [1] * 7, [0] * 6 + [1] * 4])
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, [1, 9]] = 0
+    mask[1, :6] = 0  # a document without tokens
+    logits = model(ids, seq_idx=index, attention_mask=mask, use_cache=False).logits
+    for row in range(2):
+        for document in range(2):
+            real = (index[row] == document) & mask[row].bool()
+            if real.any():
+                assert_equal_logits(logits[row, real], model(ids[row, real][None], use_cache=False).logits[0])
+
+
+def test_loss_of_flattened_batch(small_model):
+    """`DataCollatorWithFlattening` as the Trainer uses it: the packed loss is the unpacked one."""
+    model = small_model()
+    documents = [torch.randint(3, 67, (n,)).tolist() for n in LENGTHS]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    with torch.no_grad():
+        loss = model(**collate([{"input_ids": d} for d in documents])).loss
+        total = torch.zeros((), dtype=torch.float64)
+        for document in documents:
+            if len(document) > 1:
+                ids = torch.tensor([document])
+                total += model(ids, labels=ids).loss * (len(document) - 1)
+    torch.testing.assert_close(loss.double(), total / sum(n - 1 for n in LENGTHS), atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_stay_apart(packed):
+    model, ids, _ = packed()
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=embeds, **boundaries()["seq_idx"]).logits[:, 6:15].square().sum().backward()
+    moved = embeds.grad[0].abs().amax(-1)
+    assert moved[6:15].min() > 0
+    assert moved[:6].max() == moved[15:].max() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seq_idx": torch.zeros(1, 7)}, "seq_idx must be \\(1, 19\\), got \\(1, 7\\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 7])}, "must rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 5, 19])}, "must rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6, 19]), "seq_idx": torch.tensor([[0] * 5 + [1] * 14])}, "different"),
+    ],
+)
+def test_refuses_what_does_not_fit(packed, arguments, message):
+    model, ids, _ = packed()
+    with pytest.raises(ValueError, match=message):
+        model(ids, **arguments)
+
+
+def test_refuses_packing_on_a_used_cache(packed, random_ids):
+    model, ids, _ = packed()
+    with torch.no_grad():
+        cache = model(random_ids(1, 4)).cache
+        with pytest.raises(ValueError, match="packed documents cannot go on from a cache"):
+            model(ids, cache=cache, **boundaries()["cu_seq_lens_q"])
+
+
+@torch.no_grad()
+def test_position_ids_that_go_on_are_no_boundary(small_model, random_ids, assert_equal_logits):
+    model, ids = small_model(), random_ids(2, 9)
+    cache = DynamicCache(config=model.config)
+    positions = torch.arange(9)[None]
+    pieces = [model(ids[:, :4], position_ids=positions[:, :4], cache=cache).logits]
+    pieces.append(model(ids[:, 4:], position_ids=positions[:, 4:], cache=cache).logits)
+    assert_equal_logits(torch.cat(pieces, 1), model(ids, use_cache=False).logits)
