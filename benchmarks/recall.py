@@ -1,4 +1,4 @@
-"""Multi-query associative recall: does the memory remember? (paper, section 6.3 and Table 6)
+"""Multi-query associative recall: does the memory remember? (paper, section 6.3 and Table 6).
 
     python benchmarks/recall.py --setting small --mixers attention gated_delta atlas omeganet --seeds 0 1 2 --steps 600
     python benchmarks/recall.py --setting small --mixers omeganet --override chunk_size=8 learning_rate_init=0.25

@@ -7,6 +7,7 @@ layer on putting a value next to its key.
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization
 
 from atlas_hf import AtlasConfig
 from atlas_hf.modeling.memory_layer import AtlasMemory, HeadRMSNorm
@@ -95,10 +96,6 @@ ATLAS_MIXERS = {
 MIXERS = ("attention", "gated_delta", *ATLAS_MIXERS)
 
 
-def _fits(key, overrides):
-    return key not in overrides
-
-
 def mixer_config(name: str, overrides: dict) -> AtlasConfig:
     """Configuration of an Atlas mixer at the skeleton's width."""
     preset, fixed = ATLAS_MIXERS[name]
@@ -142,8 +139,6 @@ class RecallModel(nn.Module):
         with torch.no_grad():
             for mixer in mixers:
                 if isinstance(mixer, AtlasMemory):
-                    from transformers import initialization
-
                     mixer.reset_parameters(initialization)
                 else:
                     mixer.reset_parameters()

@@ -19,8 +19,8 @@ CHOICES = {
 
 # The members of the paper's family; everything not named here is the field's default.
 PRESETS = {
-    "atlas": {"memory": "mlp", "rule": "muon", "momentum": "restart"},
-    "atlas_plus_plus": {"memory": "gated", "rule": "muon", "momentum": "restart"},
+    "atlas": {"memory": "mlp", "rule": "muon", "momentum": "restart", "muon_interval": 4},
+    "atlas_plus_plus": {"memory": "gated", "rule": "muon", "momentum": "restart", "muon_interval": 4},
     "omeganet": {"memory": "mlp", "rule": "gd", "momentum": "none"},
     "titans": {"memory": "mlp", "rule": "gd", "momentum": "carry", "omega_window": 1},
 }

@@ -80,14 +80,14 @@ class PolynomialFeatureMap(nn.Module):
                 self.feature_projection = nn.Parameter(torch.empty(num_heads, rank, key_dim, dtype=dtype))
             self.reset_parameters(nn.init)
 
-    def reset_parameters(self, init) -> None:
-        """Taylor coefficients without the constant; rows of `P` of a length that keeps `|Px|` near 1 for unit `x`.
+    def reset_parameters(self, init, constant: float = 0.0) -> None:
+        """Taylor coefficients, but `c_0 = constant`; rows of `P` of a length that keeps `|Px|` near 1 for unit `x`.
 
         `init` is `torch.nn.init` or `transformers.initialization`.
         """
         if self.feature_coefficients is None:
             return
-        taylor = torch.tensor([0.0] + [1 / math.sqrt(math.factorial(i)) for i in range(1, self.degree + 1)])
+        taylor = torch.tensor([constant] + [1 / math.sqrt(math.factorial(i)) for i in range(1, self.degree + 1)])
         with torch.no_grad():
             start = taylor.to(self.feature_coefficients.device, self.feature_coefficients.dtype)
             copy = init.copy_ if hasattr(init, "copy_") else lambda tensor, other: tensor.copy_(other)
@@ -96,7 +96,7 @@ class PolynomialFeatureMap(nn.Module):
                 init.normal_(self.feature_projection, mean=0.0, std=1 / math.sqrt(self.rank))
 
     def squared_norm_at_start(self) -> float:
-        """`|phi(x)|^2` of a unit vector with the starting coefficients (and `|Px| = 1`)."""
+        """`|phi(x)|^2` of a unit vector with the starting coefficients (and `|Px| = 1`), the constant left out."""
         return 1.0 if self.degree == 1 else sum(1 / math.factorial(i) for i in range(1, self.degree + 1))
 
     def _per_head(self, parameter: torch.Tensor, like: torch.Tensor, head_axis: int) -> torch.Tensor:

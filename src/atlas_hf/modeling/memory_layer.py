@@ -17,6 +17,9 @@ from .short_convolution import ShortConvolution
 
 # The newest token's window gate starts open; the older ones at `window_gate_init`.
 NEWEST_GATE_INIT = 0.982
+# A gate of either sign and size one makes products with heavy tails, from which little is learned for long; so it starts
+# at 1, give or take this.
+GATE_SPREAD = 0.3
 
 
 def _logit(p: float) -> float:
@@ -82,7 +85,9 @@ class AtlasMemory(nn.Module):
         """Starts of everything but the projections; `init` is `transformers.initialization`."""
         config = self.config
         self.conv.reset_parameters(init)
-        self.feature_map.reset_parameters(init)
+        # A gated memory's second hidden matrix starts as an open gate, and needs the constant feature for it.
+        opens = config.memory == "gated" and config.feature_degree > 1
+        self.feature_map.reset_parameters(init, constant=1.0 if opens else 0.0)
         starts = [config.retention_init, config.learning_rate_init, config.momentum_init, NEWEST_GATE_INIT]
         starts += [config.window_gate_init] * (config.omega_window - 1)
         init.copy_(self.gate_bias, torch.tensor([_logit(p) for p in starts]).expand(self.num_heads, -1))
@@ -92,8 +97,15 @@ class AtlasMemory(nn.Module):
         else:
             # Hidden units are O(1); the output is near zero, so that an unwritten memory says next to nothing.
             init.normal_(self.memory_weights[0], mean=0.0, std=config.initializer_range)
+            std = self.feature_map.squared_norm_at_start() ** -0.5
             for matrix in self.memory_weights[1:]:
-                init.normal_(matrix, mean=0.0, std=self.feature_map.squared_norm_at_start() ** -0.5)
+                init.normal_(matrix, mean=0.0, std=std)
+            if opens:
+                w2, w3 = (matrix.detach().clone() for matrix in self.memory_weights[1:])
+                w2[..., 0], w3 = 0.0, GATE_SPREAD * w3
+                w3[..., 0] = 1.0
+                init.copy_(self.memory_weights[1], w2)
+                init.copy_(self.memory_weights[2], w3)
         if self.residual_scale is not None:
             init.constant_(self.residual_scale, config.residual_scale)
 
