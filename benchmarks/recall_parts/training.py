@@ -73,4 +73,6 @@ def train(name: str, setting_name: str, seed: int, steps: int, overrides: dict, 
         "accuracy": curve,
         "cpu_seconds_per_step": round((time.process_time() - started) / steps, 4),
         "parameters": sum(p.numel() for p in model.parameters()),
+        "batch_size": RECIPE["batch_size"],
+        "learning_rate": RECIPE["learning_rate"],
     }

@@ -80,9 +80,10 @@ def test_tied_embeddings(small_model, tmp_path):
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
-def test_starts(small_config):
+@pytest.mark.parametrize("variant", ["atlas", "atlas_plus_plus"])
+def test_starts(small_config, variant):
     """Gates, features and memory begin as the configuration says, made directly or by `from_config`."""
-    config = small_config("atlas_plus_plus", initializer_range=0.02, retention_init=0.99, residual_scale=0.25)
+    config = small_config(variant, initializer_range=0.02, retention_init=0.99, residual_scale=0.25)
     for model in (AtlasForCausalLM(config), AutoModelForCausalLM.from_config(config)):
         memory = model.model.layers[1].memory
         alpha, eta, theta, newest, *older = memory.gate_bias.sigmoid().mean(0).tolist()
@@ -91,7 +92,9 @@ def test_starts(small_config):
         assert theta == pytest.approx(config.momentum_init)
         assert newest > 0.95
         assert older == pytest.approx([config.window_gate_init] * 2)
-        assert memory.feature_map.feature_coefficients[0].tolist() == pytest.approx([0, 1, 0.5**0.5])
+        # Only the gated memory's open gate needs the constant feature.
+        constant = 1 if variant == "atlas_plus_plus" else 0
+        assert memory.feature_map.feature_coefficients[0].tolist() == pytest.approx([constant, 1, 0.5**0.5])
         assert memory.residual_scale.tolist() == [0.25, 0.25]
         assert memory.memory_weights[0].std() < 0.05
         assert memory.memory_weights[1].std() > 0.5

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=positive_int, default=2048, help="size of the tokenizer's vocabulary")
     parser.add_argument("--prompt", default=PROMPT, help="what the trained model is to continue")
     parser.add_argument("--characters", type=positive_int, help="use only so many characters of each novel")
-    add_training_arguments(parser, max_steps=400)
+    add_training_arguments(parser, max_steps=250, batch_size=4, lr=5e-3)
     add_model_arguments(parser, defaults=MODEL)
 
 

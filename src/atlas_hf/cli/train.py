@@ -45,14 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, defaults={"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4})
 
 
-def add_training_arguments(parser: argparse.ArgumentParser, *, max_steps: int = 500) -> None:
+def add_training_arguments(
+    parser: argparse.ArgumentParser, *, max_steps: int = 500, batch_size: int = 8, lr: float = 2e-3
+) -> None:
     """Flags that `train` and `demo` share."""
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote to --output")
     group = parser.add_argument_group("training")
     group.add_argument("--max-steps", type=positive_int, default=max_steps, help="optimiser steps")
-    group.add_argument("--batch-size", type=positive_int, default=8, help="blocks per step")
+    group.add_argument("--batch-size", type=positive_int, default=batch_size, help="blocks per step")
     group.add_argument("--block-size", type=positive_int, default=256, help="tokens per block")
-    group.add_argument("--lr", type=positive_float, default=2e-3, help="peak learning rate")
+    group.add_argument("--lr", type=positive_float, default=lr, help="peak learning rate")
     group.add_argument("--seed", type=natural, default=0, help="of weights and of the blocks' order")
 
 

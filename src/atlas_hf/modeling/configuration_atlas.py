@@ -22,7 +22,7 @@ PRESETS = {
     "atlas": {"memory": "mlp", "rule": "muon", "momentum": "restart", "muon_interval": 4},
     "atlas_plus_plus": {"memory": "gated", "rule": "muon", "momentum": "restart", "muon_interval": 4},
     "omeganet": {"memory": "mlp", "rule": "gd", "momentum": "none"},
-    "titans": {"memory": "mlp", "rule": "gd", "momentum": "carry", "omega_window": 1},
+    "titans": {"memory": "mlp", "rule": "gd", "momentum": "carry", "omega_window": 1, "feature_degree": 1},
 }
 
 # Paper, table of model sizes: layers, width, heads.

@@ -22,12 +22,17 @@ NEWEST_GATE_INIT = 0.982
 GATE_SPREAD = 0.3
 
 
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """At least float32, whatever the model's dtype; float64 models stay in float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _logit(p: float) -> float:
     return math.log(p / (1 - p))
 
 
 class HeadRMSNorm(nn.Module):
-    """Root-mean-square norm over each head's width, in float32."""
+    """Root-mean-square norm over each head's width, in float32 (float64 for float64 models)."""
 
     def __init__(self, head_dim: int, eps: float):
         super().__init__()
@@ -35,9 +40,9 @@ class HeadRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
+        y = _wide(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.float()).to(x.dtype)
+        return (y * self.weight.to(y.dtype)).to(x.dtype)
 
 
 class AtlasMemory(nn.Module):
@@ -124,7 +129,7 @@ class AtlasMemory(nn.Module):
 
     def _gates(self, hidden_states):
         """`log_alpha, eta, log_theta [B, T, H]` and `gamma [B, T, H, c]`, float32."""
-        logits = self.gate_proj(hidden_states).float().unflatten(-1, (self.num_heads, self.num_gates))
+        logits = _wide(self.gate_proj(hidden_states)).unflatten(-1, (self.num_heads, self.num_gates))
         logits = logits + self.gate_bias
         gamma = logits[..., 3:].sigmoid()
         if self.config.rule == "gd" or self.config.output_errors == "exact":
@@ -143,12 +148,12 @@ class AtlasMemory(nn.Module):
             qkv, gates, lengths = layout.gather(qkv), [layout.gather(g) for g in gates], layout.lengths
         qkv, tail = self.conv(qkv, None if states is None else states["conv"], lengths)
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in qkv.chunk(3, -1))
-        q, k = F.normalize(q.float(), dim=-1, eps=1e-6), F.normalize(k.float(), dim=-1, eps=1e-6)
+        q, k = F.normalize(_wide(q), dim=-1, eps=1e-6), F.normalize(_wide(k), dim=-1, eps=1e-6)
         log_alpha, eta, log_theta, gamma = gates
         y, new_states = select_form(qkv.shape[1], states is not None)(
             q,
             k,
-            v.float(),
+            _wide(v),
             tuple(self.memory_weights),
             log_alpha=log_alpha,
             eta=eta,
@@ -176,7 +181,7 @@ class AtlasMemory(nn.Module):
         output = self.o_proj(y * F.silu(self.g_proj(hidden_states)))
         if not keep_states:
             return output, None
-        new_states = {**new_states, "conv": tail.float()}
+        new_states = {**new_states, "conv": _wide(tail)}
         if layout is not None and len(layout.lengths) != batch:
             # Packed documents: each row goes on from its last one.
             new_states = {n: s.index_select(0, layout.last_sequence_of_row) for n, s in new_states.items()}

@@ -89,10 +89,14 @@ class AtlasPreTrainedModel(PreTrainedModel):
         super().__init__(config, *inputs, **kwargs)
 
     @torch.no_grad()
-    def _init_weights(self, module):
-        super()._init_weights(module)
-        if isinstance(module, AtlasMemory):
-            module.reset_parameters(init)
+    def initialize_weights(self):
+        """Start all weights that no checkpoint gave."""
+        mixers = [module for module in self.modules() if isinstance(module, AtlasMemory)]
+        mixers = [mixer for mixer in mixers if not getattr(mixer, "_is_hf_initialized", False)]
+        super().initialize_weights()
+        # Not by `_init_weights`: it is not called for a module whose own weights were all loaded, though its parts lack some.
+        for mixer in mixers:
+            mixer.reset_parameters(init)
 
 
 def _check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tensor | None:
