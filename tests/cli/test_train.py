@@ -129,9 +129,9 @@ def test_a_saved_dataset_and_a_given_tokenizer(trained, train_tiny, tmp_path):
 
 
 def test_presets_reach_the_model(train_tiny, tmp_path):
-    assert train_tiny(tmp_path / "out", "--preset", "titans").code == 0
+    assert train_tiny(tmp_path / "out", "--preset", "omeganet").code == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["rule"], config["momentum"]) == ("gd", "carry")
+    assert (config["rule"], config["momentum"]) == ("gd", "none")
 
 
 @pytest.mark.parametrize(

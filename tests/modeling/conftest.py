@@ -27,7 +27,8 @@ SMALL = {
 
 PRESETS = ("atlas", "atlas_plus_plus", "omeganet", "titans")
 
-RESTART = {"omega_window": 3, "momentum": "restart"}
+WINDOWED = {"omega_window": 2, "feature_degree": 2}
+RESTARTED = {"omega_window": 3, "momentum": "restart", "feature_degree": 2}
 
 # Preset and what is changed in it: together they use every value of every choice.
 VARIANTS = {
@@ -35,11 +36,11 @@ VARIANTS = {
     "anchored": ("atlas", {"output_errors": "anchored", "muon_interval": 2}),
     "dense": ("atlas", {"output_errors": "anchored", "momentum": "carry", "newton_schulz_steps": 3}),
     "gated_dense": ("atlas_plus_plus", {"momentum": "carry", "decay_to": "zero"}),
-    "gated_gd": ("titans", {"memory": "gated", "output_errors": "anchored", "omega_window": 2, "memory_expansion": 1}),
+    "gated_gd": ("titans", {"memory": "gated", "output_errors": "anchored", "memory_expansion": 1, **WINDOWED}),
     "linear": ("omeganet", {"memory": "linear", "decay_to": "zero"}),
     "linear_muon": ("atlas", {"memory": "linear", "output_errors": "anchored", "conv_kernel_size": 2}),
     # Without normalisation the memory diverges at higher rates.
-    "plain_step": ("titans", {"inner_norm": False, "learning_rate_init": 0.02, "initializer_range": 0.3, **RESTART}),
+    "plain_step": ("titans", {"inner_norm": False, "learning_rate_init": 0.02, "initializer_range": 0.3, **RESTARTED}),
     "hebbian": ("omeganet", {"inner_loss": "dot", "feature_degree": 1, "feature_rank": None, "residual_scale": 0.5}),
     "wide_window": ("atlas", {"omega_window": 5, "chunk_size": 3, "conv_kernel_size": 1}),
     "per_token": ("omeganet", {"chunk_size": 1, "momentum": "carry"}),
@@ -64,6 +65,8 @@ def small_config():
         small = dict(SMALL)
         if name == "titans":
             del small["omega_window"]
+            if "feature_degree" not in changes:
+                del small["feature_rank"]
         return getattr(AtlasConfig, name)(**{**small, **changes, **overrides})
 
     return make

@@ -79,7 +79,7 @@ def test_long_decode_does_not_drift(small_model, random_ids, logits_in_pieces, p
     Muon's writes do not shrink with the error, so that at high rates any two ways of summing part exponentially, whatever
     the cache does; rates are those at which the recurrence itself forgets a rounding error.
     """
-    sizes = {"hidden_size": 64, "feature_rank": 8, "chunk_size": 16, "initializer_range": 0.1}
+    sizes = {"hidden_size": 64, "chunk_size": 16, "initializer_range": 0.1}
     model, ids = small_model(preset, dtype=dtype, learning_rate_init=0.1, **sizes), random_ids(1, 203)
     expected = model(ids, use_cache=False).logits
     logits, _ = logits_in_pieces(model, ids, [3] + [1] * 200)

@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from atlas_hf import AtlasConfig, AtlasForCausalLM
+from atlas_hf.modeling.configuration_atlas import PRESETS
 from atlas_hf.modeling.model_statistics import flops_per_token, memory_shapes, parameter_count, state_bytes
 
 
@@ -54,5 +55,5 @@ def test_operations(small_model, random_ids, variant):
 
 def test_the_default_state_fits():
     """The 340M model's state stays under 64 MiB in float32, decoding included."""
-    for preset in (AtlasConfig.atlas, AtlasConfig.omeganet):
-        assert state_bytes(preset("340M")) < 64 * 2**20
+    for name in PRESETS:
+        assert state_bytes(getattr(AtlasConfig, name)("340M")) < 64 * 2**20, name

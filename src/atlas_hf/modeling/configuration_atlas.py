@@ -17,10 +17,12 @@ CHOICES = {
     "decay_to": ("init", "zero"),
 }
 
-# The members of the paper's family; everything not named here is the field's default.
+# The members of the paper's family; everything not named here is the field's default. Muon's steps do not shrink with the
+# error, so it starts at a lower rate, writes at every fourth token and anchors for fewer tokens.
+_MUON = {"rule": "muon", "momentum": "restart", "muon_interval": 4, "chunk_size": 8, "learning_rate_init": 0.1}
 PRESETS = {
-    "atlas": {"memory": "mlp", "rule": "muon", "momentum": "restart", "muon_interval": 4},
-    "atlas_plus_plus": {"memory": "gated", "rule": "muon", "momentum": "restart", "muon_interval": 4},
+    "atlas": {"memory": "mlp", **_MUON},
+    "atlas_plus_plus": {"memory": "gated", "feature_rank": 6, **_MUON},
     "omeganet": {"memory": "mlp", "rule": "gd", "momentum": "none"},
     "titans": {"memory": "mlp", "rule": "gd", "momentum": "carry", "omega_window": 1, "feature_degree": 1},
 }
