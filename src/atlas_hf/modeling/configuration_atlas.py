@@ -185,6 +185,10 @@ class AtlasConfig(PreTrainedConfig):
                 )
             setattr(self, name, value)
 
+    def to_dict(self) -> dict:
+        """As saved: without `layer_types`, which is derived, and which Trainer would check by transformers' own list."""
+        return {name: value for name, value in super().to_dict().items() if name != "layer_types"}
+
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
         """As `PreTrainedConfig.from_dict`, but fields given as keywords are checked together with those they override."""
