@@ -26,13 +26,16 @@ from atlas_hf.training.tokenizer import train_tokenizer
 PROMPT = "It was a fine morning, and Anne"
 MODEL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
 
+# Longer chunks than the preset's are faster on a CPU.
+FIELDS = {"chunk_size": 16}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write to")
     parser.add_argument("--vocab-size", type=positive_int, default=2048, help="size of the tokenizer's vocabulary")
     parser.add_argument("--prompt", default=PROMPT, help="what the trained model is to continue")
     parser.add_argument("--characters", type=positive_int, help="use only so many characters of each novel")
-    add_training_arguments(parser, max_steps=250, batch_size=4, lr=5e-3)
+    add_training_arguments(parser, max_steps=200, batch_size=4, lr=5e-3)
     add_model_arguments(parser, defaults=MODEL)
 
 
@@ -42,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     train_text, held_out_text = (text[: arguments.characters] for text in demo_texts())
     print("Training on Pride and Prejudice, holding out Persuasion (J. Austen)")
     tokenizer = train_tokenizer([train_text], arguments.vocab_size)
-    model = new_model(arguments, tokenizer)
+    model = new_model(arguments, tokenizer, **FIELDS)
     check_blocks(model, arguments.block_size)
     data = prepare_data(tokenizer, [train_text], [held_out_text], arguments.block_size)
     describe(model, data)
