@@ -82,6 +82,18 @@ def test_long_sequences_stay_bounded_under_gd_with_exact_errors(kind, memory, et
     assert y.abs().max() < 5 * p.v.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["repeated", "alternating"])
+def test_anchored_errors_diverge_where_exact_ones_do_not(kind):
+    """Why exact output errors are the default of gradient descent: the same tokens, the same rates."""
+    p = trained_like_problem(2048, kind)
+    p.gates["eta"].fill_(0.25)
+    p.gates["log_alpha"].mul_(0.01)
+    with torch.no_grad():
+        exact, anchored = (p.run(chunk_atlas, chunk_size=16, output_errors=e)[0] for e in ("exact", "anchored"))
+    assert exact.abs().max() < 2 * p.v.abs().max()
+    assert not anchored.abs().max() < 10 * p.v.abs().max()  # NaN counts as diverged
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["repeated", "alternating", "random"])
 @pytest.mark.parametrize("preset", ["atlas", "atlas-anchored"])
