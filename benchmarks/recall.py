@@ -4,7 +4,8 @@
     python benchmarks/recall.py --setting small --mixers omeganet --override chunk_size=8 learning_rate_init=0.25
     python benchmarks/recall.py --table
 
-Rows are merged into the output file: a run with the same setting, mixer, overrides, seed and steps replaces the old row.
+Rows are merged into the output file: a run of the same setting, mixer, changed fields, seed, steps, batch size
+and learning rate replaces the old row.
 """
 
 import argparse
@@ -16,10 +17,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from recall_parts.models import MIXERS
+from recall_parts.models import ATLAS_MIXERS, MIXERS
 from recall_parts.report import write_report
 from recall_parts.task import SETTINGS
-from recall_parts.training import train
+from recall_parts.training import IDENTITY, train
 
 RESULTS = Path(__file__).parent / "results" / "recall.json"
 
@@ -40,8 +41,7 @@ def merge(path: Path, row: dict) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         rows = json.loads(file.read() or "[]")
-        key = ("setting", "mixer", "overrides", "seed", "steps")
-        rows = [old for old in rows if any(old[k] != row[k] for k in key)]
+        rows = [old for old in rows if any(old[k] != row[k] for k in IDENTITY)]
         rows.append(row)
         file.seek(0)
         file.truncate()
@@ -57,16 +57,32 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--override", nargs="*", type=parse_override, default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="only draw the table and the plot of the output file")
     args = parser.parse_args()
+    baselines = set(args.mixers) - set(ATLAS_MIXERS)
+    if args.override and baselines:
+        parser.error(
+            f"--override changes fields of Atlas, which {', '.join(sorted(baselines))} does not have; leave it out"
+        )
     torch.set_num_threads(args.threads)
     if not args.table:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
         for name in args.mixers:
             for seed in args.seeds:
-                row = train(name, args.setting, seed, args.steps, dict(args.override), lambda s: print(s, flush=True))
+                row = train(
+                    name,
+                    args.setting,
+                    seed,
+                    args.steps,
+                    dict(args.override),
+                    args.batch_size,
+                    args.learning_rate,
+                    lambda s: print(s, flush=True),
+                )
                 row |= {"commit": commit, "torch": torch.__version__, "transformers": transformers.__version__}
                 merge(args.output, row)
     write_report(args.output)

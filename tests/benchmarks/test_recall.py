@@ -220,7 +220,7 @@ def test_training_evaluates_on_time_and_follows_the_seed(name, monkeypatch):
         return batch
 
     monkeypatch.setattr(training, "sample", small_sample)
-    monkeypatch.setitem(training.RECIPE, "evaluate_every", 2)
+    monkeypatch.setattr(training, "EVALUATE_EVERY", 2)
     overrides = {"chunk_size": 8} if name == "atlas" else {}
     lines = []
     first, again, other = (
