@@ -20,7 +20,7 @@ import transformers
 from recall_parts.models import ATLAS_MIXERS, MIXERS
 from recall_parts.report import write_report
 from recall_parts.task import SETTINGS
-from recall_parts.training import IDENTITY, train
+from recall_parts.training import BATCH_SIZE, IDENTITY, LEARNING_RATE, train
 
 RESULTS = Path(__file__).parent / "results" / "recall.json"
 
@@ -57,8 +57,8 @@ def main():
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--override", nargs="*", type=parse_override, default=[], metavar="FIELD=VALUE")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="only draw the table and the plot of the output file")

@@ -3,11 +3,24 @@
 import json
 from pathlib import Path
 
+from .task import SETTINGS
+from .training import BATCH_SIZE, LEARNING_RATE
+
 
 def write_report(path: Path) -> None:
     """Write `recall.md` and `recall.png` beside the JSON file."""
     rows = json.loads(path.read_text())
-    rows.sort(key=lambda r: (r["setting"], r["steps"], r["mixer"], json.dumps(r["overrides"]), r["seed"]))
+    rows.sort(
+        key=lambda r: (
+            list(SETTINGS).index(r["setting"]),
+            r["steps"],
+            r["mixer"],
+            json.dumps(r["overrides"]),
+            r["batch_size"],
+            r["learning_rate"],
+            r["seed"],
+        )
+    )
     path.with_suffix(".md").write_text(table(rows))
     plot(rows, path.with_suffix(".png"))
 
@@ -26,28 +39,32 @@ def table(rows: list[dict]) -> str:
         marks = sorted({int(step) for row in group for step in row["accuracy"]})
         lines += ["", f"## {setting}, {steps} steps", ""]
         lines.append(
-            "| mixer | changed fields | seed | " + " | ".join(map(str, marks)) + " | CPU s/step | parameters |"
+            "| mixer | changed fields | batch | rate | seed | "
+            + " | ".join(map(str, marks))
+            + " | CPU s/step | parameters |"
         )
-        lines.append("|---" * (len(marks) + 5) + "|")
+        lines.append("|---" * (len(marks) + 7) + "|")
         for row in group:
             curve = {int(k): v for k, v in row["accuracy"].items()}
             cells = [f"{curve[m]:.3f}" if m in curve else "" for m in marks]
             changed = ", ".join(f"{k}={v}" for k, v in row["overrides"].items())
-            cells = [row["mixer"], changed, str(row["seed"]), *cells]
+            recipe = [str(row["batch_size"]), f"{row['learning_rate']:g}"]
+            cells = [row["mixer"], changed, *recipe, str(row["seed"]), *cells]
             cells += [f"{row['cpu_seconds_per_step']:.3f}", str(row["parameters"])]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Mean recall over steps of the runs without changed fields, a panel for every setting."""
+    """Mean recall over steps of the runs with the presets' fields and the usual recipe, a panel for every setting."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plain = [row for row in rows if not row["overrides"]]
-    settings = [s for s in ("small", "medium", "large") if any(row["setting"] == s for row in plain)]
+    usual = (BATCH_SIZE, LEARNING_RATE)
+    plain = [row for row in rows if not row["overrides"] and (row["batch_size"], row["learning_rate"]) == usual]
+    settings = [s for s in SETTINGS if any(row["setting"] == s for row in plain)]
     if not settings:
         return
     figure, axes = plt.subplots(1, len(settings), figsize=(6 * len(settings), 4.5), squeeze=False)

@@ -10,6 +10,7 @@ from .models import RecallModel
 from .task import IGNORE, SETTINGS, sample
 
 WARMUP, WEIGHT_DECAY, CLIP, EVALUATE_EVERY = 0.1, 0.1, 1.0, 100
+BATCH_SIZE, LEARNING_RATE = 32, 3e-3
 # A run is told from another by these fields of its row
 IDENTITY = ("setting", "mixer", "overrides", "seed", "steps", "batch_size", "learning_rate")
 
@@ -39,8 +40,8 @@ def train(
     seed: int,
     steps: int,
     overrides: dict,
-    batch_size: int = 32,
-    learning_rate: float = 3e-3,
+    batch_size: int = BATCH_SIZE,
+    learning_rate: float = LEARNING_RATE,
     report=print,
 ) -> dict:
     """Train and evaluate every 100 steps; returns a row of the results."""

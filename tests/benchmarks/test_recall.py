@@ -33,6 +33,8 @@ def row(**changes):
         "accuracy": {"100": 0.25, "200": 1.0},
         "cpu_seconds_per_step": 0.1234,
         "parameters": 1000,
+        "batch_size": 32,
+        "learning_rate": 0.003,
     }
     return {**plain, **changes}
 
@@ -224,7 +226,7 @@ def test_training_evaluates_on_time_and_follows_the_seed(name, monkeypatch):
     overrides = {"chunk_size": 8} if name == "atlas" else {}
     lines = []
     first, again, other = (
-        training.train(name, "small", seed, 3, overrides, report)
+        training.train(name, "small", seed, 3, overrides, report=report)
         for seed, report in [(0, lines.append), (0, id), (1, id)]
     )
     assert list(first["accuracy"]) == [2, 3], "every second step and the last"
@@ -257,6 +259,8 @@ def test_a_repeated_run_replaces_its_row_and_no_other(tmp_path):
         {"steps": 300},
         {"mixer": "atlas"},
         {"setting": "large"},
+        {"batch_size": 64},
+        {"learning_rate": 1e-3},
     ]
     for changes in ({}, *different):
         recall.merge(path, row(**changes))
@@ -275,13 +279,13 @@ def test_table_has_a_line_for_every_run_under_its_setting():
     sections = table(rows).split("\n## ")
     assert [section.splitlines()[0] for section in sections[1:]] == ["small, 200 steps", "medium, 200 steps"]
     _, _, heading, rule, *lines = sections[1].rstrip().splitlines()
-    assert heading == "| mixer | changed fields | seed | 100 | 200 | CPU s/step | parameters |"
+    assert heading == "| mixer | changed fields | batch | rate | seed | 100 | 200 | CPU s/step | parameters |"
     assert rule.count("|") == heading.count("|")
     assert lines == [
-        "| omeganet |  | 0 | 0.250 | 1.000 | 0.123 | 1000 |",
-        "| omeganet | chunk_size=8, memory=linear | 0 | 0.500 |  | 0.123 | 1000 |",
+        "| omeganet |  | 32 | 0.003 | 0 | 0.250 | 1.000 | 0.123 | 1000 |",
+        "| omeganet | chunk_size=8, memory=linear | 32 | 0.003 | 0 | 0.500 |  | 0.123 | 1000 |",
     ]
-    assert "| attention |  | 0 | 0.125 | 0.123 | 1000 |" in sections[2]
+    assert "| attention |  | 32 | 0.003 | 0 | 0.125 | 0.123 | 1000 |" in sections[2]
 
 
 def test_report_writes_table_and_plot(tmp_path):
@@ -303,18 +307,27 @@ def test_report_of_changed_runs_alone_has_no_plot(tmp_path):
 
 def test_command_line_trains_merges_and_reports(tmp_path, monkeypatch, capsys):
     path = tmp_path / "recall.json"
-    arguments = ["--mixers", "gated_delta", "omeganet", "--steps", "2", "--override", "chunk_size=8"]
+    arguments = ["--mixers", "titans", "omeganet", "--steps", "2", "--override", "chunk_size=8", "--batch-size", "4"]
     monkeypatch.setattr(sys, "argv", ["recall.py", *arguments, "--output", str(path)])
     recall.main()
     rows = json.loads(path.read_text())
     assert [(r["mixer"], r["overrides"], list(r["accuracy"])) for r in rows] == [
-        ("gated_delta", {"chunk_size": 8}, ["2"]),
+        ("titans", {"chunk_size": 8}, ["2"]),
         ("omeganet", {"chunk_size": 8}, ["2"]),
     ]
-    assert all(r["torch"] == torch.__version__ and "commit" in r for r in rows)
+    assert all(r["torch"] == torch.__version__ and "commit" in r and r["batch_size"] == 4 for r in rows)
     assert capsys.readouterr().out.count("step 2: loss") == 2
     table_before = path.with_suffix(".md").read_text()
     path.with_suffix(".md").unlink()
     monkeypatch.setattr(sys, "argv", ["recall.py", "--table", "--output", str(path)])
     recall.main()
     assert path.with_suffix(".md").read_text() == table_before
+
+
+def test_command_line_refuses_fields_that_a_baseline_does_not_have(tmp_path, monkeypatch, capsys):
+    arguments = ["--mixers", "gated_delta", "omeganet", "--override", "chunk_size=8"]
+    monkeypatch.setattr(sys, "argv", ["recall.py", *arguments, "--output", str(tmp_path / "recall.json")])
+    with pytest.raises(SystemExit, match="2"):
+        recall.main()
+    assert "gated_delta" in capsys.readouterr().err
+    assert not (tmp_path / "recall.json").exists()
