@@ -9,7 +9,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-from atlas_hf.modeling.cache_atlas import AtlasCacheLayer
+from atlas_hf.modeling.cache_atlas import AtlasCacheLayer, detach_cache
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
 from atlas_hf.modeling.modeling_atlas import (
     AtlasForCausalLM,
@@ -29,6 +29,7 @@ __all__ = [
     "AtlasForTokenClassification",
     "AtlasModel",
     "AtlasPreTrainedModel",
+    "detach_cache",
 ]
 
 AutoConfig.register("atlas", AtlasConfig, exist_ok=True)

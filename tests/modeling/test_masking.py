@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from atlas_hf.modeling.sequence_layout import SequenceLayout
+from atlas_hf.modeling.sequence_layout import SequenceLayout, next_labels
 
 PATTERNS = {
     "left": [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1],
@@ -96,6 +96,89 @@ def test_no_gradient_through_masked_tokens(small_model, random_ids):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+def pad_counts(model):
+    """Around the edges of a chunk of `b` tokens: 1, b - 1, b and b + 3 pads."""
+    chunk = model.config.chunk_size
+    return [1, chunk - 1, chunk, chunk + 3]
+
+
+def padded(ids, count, side, fill):
+    """`ids [1, T]` with `count` tokens `fill` on a side or in the middle, and the mask `[1, T + count]`."""
+    before = {"left": 0, "right": ids.shape[1], "middle": ids.shape[1] // 2}[side]
+    pads = torch.full((1, count), fill)
+    mask = torch.ones(1, ids.shape[1] + count, dtype=torch.long)
+    mask[:, before : before + count] = 0
+    return torch.cat([ids[:, :before], pads, ids[:, before:]], 1), mask
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_equal_gradients(actual, expected):
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, atol=1e-8, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_padding_changes_neither_logits_nor_gradients(small_model, random_ids, assert_equal_logits, preset, side):
+    """One row at a time, in training and in evaluation, through labels and with `inputs_embeds`."""
+    model, ids = small_model(preset).train(), random_ids(1, 10)
+    assert model.config.chunk_size == 4
+    output = model(ids, labels=ids)
+    logits, loss, expected = output.logits.detach(), output.loss.detach(), gradients(model, output.loss)
+    assert min(g.abs().max() for n, g in expected.items() if "embed_tokens" not in n) > 0
+    for count in pad_counts(model):
+        more, mask = padded(ids, count, side, fill=5)
+        real = mask[0].bool()
+        output = model(more, attention_mask=mask, labels=more)
+        assert_equal_logits(output.logits[:, real], logits)
+        torch.testing.assert_close(output.loss, loss)
+        assert_equal_gradients(gradients(model, output.loss), expected)
+        embeds = model.get_input_embeddings()(more).detach().requires_grad_()
+        output = model(inputs_embeds=embeds, attention_mask=mask)
+        output.logits[:, real].square().mean().backward()
+        assert embeds.grad[:, ~real].abs().max() == 0
+        assert embeds.grad[:, real].abs().amax(-1).min() > 0
+        with torch.no_grad():
+            assert_equal_logits(model.eval()(more, attention_mask=mask).logits[:, real], logits)
+        model.train()
+
+
+def test_rows_of_all_lengths_in_one_batch_train_as_by_themselves(small_model, random_ids, preset):
+    """Right and left pads of every count and a row without tokens: the batch's gradient is the rows' sum."""
+    model = small_model(preset).train()
+    length = 8 + max(pad_counts(model))
+    ids = random_ids(9, length)
+    mask = torch.ones(9, length, dtype=torch.long)
+    for row, count in enumerate(pad_counts(model)):
+        mask[row, :count] = 0
+        mask[row + 4, length - count :] = 0
+    mask[8] = 0
+    logits = model(ids, attention_mask=mask).logits
+    together = gradients(model, (logits.square() * mask[..., None]).sum())
+    apart = [model(row[real.bool()][None]).logits.square().sum() for row, real in zip(ids[:8], mask[:8], strict=True)]
+    assert_equal_gradients(together, gradients(model, sum(apart)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pad", [None, 0, 2, 66])
+def test_any_pad_id(small_model, random_ids, assert_equal_logits, pad):
+    """The mask decides: the number that stands at a masked place means nothing, and a real token may be the pad's."""
+    model, ids = small_model(pad_token_id=pad), random_ids(1, 9)
+    ids[0, 3] = 2 if pad is None else pad
+    expected = model(ids).logits
+    results = []
+    for fill in (0, 2, 66):
+        more, mask = padded(ids, 3, "left", fill)
+        results.append(model(more, attention_mask=mask).logits[:, 3:])
+        assert_equal_logits(results[-1], expected)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -144,3 +227,13 @@ def test_layout_of_documents():
     masked = SequenceLayout.from_segments(segments, torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0]]))
     assert masked.lengths.tolist() == [1, 0, 2]
     assert masked.gather(x).tolist() == [[1, 0], [0, 0], [6, 7]]
+
+
+def test_labels_of_the_next_real_token():
+    labels, mask = (
+        torch.tensor([[10, 11, 12, 13, 14], [20, -100, 22, 23, 24]]),
+        torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 0, 0]]),
+    )
+    expected = [[-100, 13, -100, 14, -100], [-100, 22, -100, -100, -100]]
+    assert next_labels(labels, mask).tolist() == expected
+    assert next_labels(labels[:, :1], mask[:, :1]).tolist() == [[-100], [-100]]

@@ -143,3 +143,64 @@ def test_position_ids_that_go_on_are_no_boundary(small_model, random_ids, assert
     pieces = [model(ids[:, :4], position_ids=positions[:, :4], cache=cache).logits]
     pieces.append(model(ids[:, 4:], position_ids=positions[:, 4:], cache=cache).logits)
     assert_equal_logits(torch.cat(pieces, 1), model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_positions_beside_padding(small_model, random_ids, assert_equal_logits):
+    """Restarts between real tokens begin documents; gaps that padding leaves, and positions of pads, do not."""
+    model, ids = small_model(), random_ids(2, 10)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 1, 1, 1, 1]])
+    positions = torch.tensor([[1, 1, 0, 1, 2, 3, 0, 1, 2, 1], [0, 1, 2, 3, 1, 1, 6, 7, 8, 9]])
+    logits = model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    for row, real in ((0, slice(2, 6)), (0, slice(6, 9)), (1, [0, 1, 2, 3, 6, 7, 8, 9])):
+        assert_equal_logits(logits[row, real], model(ids[row, real][None], use_cache=False).logits[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 6, 19])}, "cu_seq_lens_q and position_ids name different"),
+        ({"seq_idx": torch.tensor([[0] * 8 + [1] * 11])}, "seq_idx and position_ids name different"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 6, 19]), "cu_seq_lens_k": torch.tensor([0, 5, 19])},
+            "cu_seq_lens_q and cu_seq_lens_k differ",
+        ),
+    ],
+)
+def test_contradictory_boundaries(packed, changed, message):
+    model, ids, _ = packed()
+    with pytest.raises(ValueError, match=message):
+        model(ids, **{**boundaries()["position_ids"], **changed})
+
+
+@torch.no_grad()
+def test_explicit_boundaries_beside_positions_of_the_whole_row(packed, assert_equal_logits):
+    """Callers that know of no documents number the whole row; that contradicts nothing."""
+    model, ids, expected = packed()
+    positions = torch.arange(sum(LENGTHS))[None]
+    assert_equal_logits(model(ids, position_ids=positions, **boundaries()["cu_seq_lens_q"]).logits, expected)
+
+
+@pytest.mark.parametrize("told", ["position_ids", "seq_idx", "cu_seq_lens_q", "all"])
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
+def test_loss_and_gradients_equal_separate_runs(packed, told, checkpointing):
+    model, ids, _ = packed()
+    model.train()
+    total = sum(
+        model(d, labels=d, num_items_in_batch=torch.tensor(15)).loss for d in ids.split(LENGTHS, 1) if d.shape[1] > 1
+    )
+    total.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.enable_input_require_grads()
+    labels = ids.clone()
+    labels[:, [0, *torch.tensor(LENGTHS).cumsum(0)[:-1]]] = -100  # nothing predicts a document's first token
+    loss = model(ids, labels=labels, use_cache=False, **boundaries()[told]).loss
+    torch.testing.assert_close(loss, total)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, expected[name], atol=1e-8, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )

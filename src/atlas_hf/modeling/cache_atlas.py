@@ -97,6 +97,15 @@ class AtlasCacheLayer(CacheLayerMixin):
         """Forget the sequence: the next one starts from the learned memory, not from zeros."""
         self.states, self._recorded, self.is_initialized, self.cumulative_length = {}, None, False, 0
 
+    def detach(self) -> None:
+        """Cut the states off from the passes that made them: back-propagation ends here, the memory stays."""
+        self.states = {name: state.detach() for name, state in self.states.items()}
+        if self._recorded is not None:
+            before, pending = self._recorded
+            before = {name: state.detach() for name, state in before.items()}
+            pending = [(f, tuple(x if x is None else x.detach() for x in xs), n) for f, xs, n in pending]
+            self._recorded = (before, pending)
+
     def activate_past_recording(self) -> None:
         self.record_past = True
 
@@ -162,6 +171,10 @@ class AtlasStaticCacheLayer(AtlasCacheLayer):
         self.buffers = {name: function(state) for name, state in self.states.items()}
         self.states = self.buffers
 
+    def detach(self) -> None:
+        for buffer in self.buffers.values():
+            buffer.detach_()
+
     def reset(self) -> None:
         self.states, self.is_initialized = {}, False  # the buffers keep their addresses
         self.cumulative_length.zero_()
@@ -170,6 +183,17 @@ class AtlasStaticCacheLayer(AtlasCacheLayer):
 # Only transformers' own static layers register themselves there.
 STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = AtlasStaticCacheLayer
 LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[LAYER_TYPE] = create_recurrent_attention_mask
+
+
+def detach_cache(cache: Cache) -> Cache:
+    """End back-propagation at what `cache` holds, and return it: for documents longer than a training pass.
+
+    Gradients of later segments then stop at the memory that this cache hands on, and the activations of earlier ones can be
+    freed. What the model computes stays the same.
+    """
+    for layer in cache.layers:
+        layer.detach()
+    return cache
 
 
 def positions_seen(cache: Cache | None) -> int | torch.Tensor:

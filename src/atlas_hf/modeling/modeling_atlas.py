@@ -6,7 +6,6 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -23,7 +22,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_atlas import check_cache, positions_seen
 from .configuration_atlas import LAYER_TYPE, AtlasConfig
 from .memory_layer import AtlasMemory
-from .sequence_layout import SequenceLayout
+from .sequence_layout import SequenceLayout, next_labels
 
 
 class AtlasRMSNorm(nn.Module):
@@ -131,16 +130,32 @@ def _check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tens
     return mask
 
 
+def _begins(numbers, mask, steps):
+    """Tokens `[B, T]` at which a document begins after another: where `steps` finds one in the differences of `numbers`.
+
+    A masked token does not exist: differences are those between neighbouring real tokens.
+    """
+    begins = torch.zeros(numbers.shape, dtype=torch.bool, device=numbers.device)
+    if mask is None:
+        begins[:, 1:] = steps(numbers.diff())
+        return begins
+    order = torch.sort((~mask).to(torch.uint8), dim=1, stable=True).indices  # the real ones first
+    found = steps(numbers.gather(1, order).diff()) & mask.gather(1, order)[:, 1:]
+    return begins.scatter(1, order[:, 1:], found)
+
+
 def _packed_segments(kwargs, position_ids, mask, batch, num_tokens, device, past):
     """Document numbers `[B, T]` of a packed batch from `seq_idx`, `cu_seq_lens_q` or restarting `position_ids`."""
-    seq_idx, cu = kwargs.pop("seq_idx", None), kwargs.pop("cu_seq_lens_q", None)
-    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+    seq_idx, cu, cu_k = (kwargs.pop(name, None) for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"))
+    for name in ("max_length_q", "max_length_k"):
         kwargs.pop(name, None)
-    segments = None
+    if cu is not None and cu_k is not None and not torch.equal(cu, cu_k):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: an Atlas token reads the document that it stands in")
+    told = {}
     if seq_idx is not None:
         if tuple(seq_idx.shape) != (batch, num_tokens):
             raise ValueError(f"seq_idx must be {(batch, num_tokens)}, got {tuple(seq_idx.shape)}")
-        segments = seq_idx
+        told["seq_idx"] = _begins(seq_idx, mask, lambda step: step != 0)
     if cu is not None:
         if batch != 1 or int(cu[0]) != 0 or int(cu[-1]) != num_tokens or bool((cu.diff() < 0).any()):
             raise ValueError(
@@ -149,17 +164,25 @@ def _packed_segments(kwargs, position_ids, mask, batch, num_tokens, device, past
             )
         marks = torch.zeros(1, num_tokens + 1, dtype=torch.long, device=device)
         marks[:, cu[1:].long()] = 1
-        from_cu = marks[:, :-1].cumsum(-1)
-        if segments is not None and not torch.equal(segments.diff() != 0, from_cu.diff() != 0):
-            raise ValueError("seq_idx and cu_seq_lens_q name different document boundaries: pass one of them")
-        segments = from_cu
-    if segments is None and position_ids is not None and mask is None and num_tokens > 1 and int(past) == 0:
-        segments = find_packed_sequence_indices(position_ids.expand(batch, -1))
-    if segments is None or not bool((segments.diff() != 0).any()):
+        told["cu_seq_lens_q"] = _begins(marks[:, :-1].cumsum(-1), mask, lambda step: step != 0)
+    if position_ids is not None and num_tokens > 1 and int(past) == 0:
+        # Between real tokens padding may have left gaps, so that there only a step back is a restart.
+        restarts = (lambda step: step != 1) if mask is None else (lambda step: step <= 0)
+        from_positions = _begins(position_ids.expand(batch, -1), mask, restarts)
+        # Positions that simply go on are what callers pass who know of no documents.
+        if bool(from_positions.any()):
+            told["position_ids"] = from_positions
+    if not told:
+        return None
+    (name, begins), *others = told.items()
+    for other, claimed in others:
+        if not torch.equal(begins, claimed):
+            raise ValueError(f"{name} and {other} name different document boundaries: pass one of them")
+    if not bool(begins.any()):
         return None
     if int(past) > 0:
         raise ValueError("packed documents cannot go on from a cache that has seen tokens: pass a fresh one, or none")
-    return segments
+    return begins.cumsum(1)
 
 
 class AtlasModel(AtlasPreTrainedModel):
@@ -191,12 +214,21 @@ class AtlasModel(AtlasPreTrainedModel):
         Args:
             attention_mask: `[B, T]` or, with a cache, `[B, past + T]`, any dtype: tokens with zero do not exist, wherever
                 they stand.
-            position_ids: `[B, T]`; only their restarts matter, which begin a new document (packing).
+            position_ids: `[B, T]`; only their restarts matter, which begin a new document (packing). Ignored with a cache
+                that has seen tokens.
             cache: `DynamicCache(config=config)` or what an earlier call returned.
             kwargs: `seq_idx [B, T]` or `cu_seq_lens_q [N + 1]` give packed documents explicitly.
+
+        Raises:
+            ValueError: arguments that do not fit each other, document boundaries that contradict each other among them.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "a cache cannot be given while gradient checkpointing is on in training, where blocks run twice: call "
+                "`model.activation_checkpointing_disable()`, or train on the document in one pass"
+            )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and cache is None:
@@ -248,7 +280,8 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits `[B, T, vocab]` (the last `logits_to_keep` of them, if given) and, with `labels [B, T]`, the loss.
 
-        Arguments as for `AtlasModel.forward`; labels of -100 are ignored, and shifted inside.
+        Arguments as for `AtlasModel.forward`; labels of -100 are ignored, and shifted inside: each real token predicts the
+        next real one, and padding nothing.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
@@ -262,6 +295,10 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
+            mask = attention_mask[LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
+            if mask is not None and kwargs.get("shift_labels") is None:
+                ignored = kwargs.get("ignore_index", -100)
+                kwargs["shift_labels"] = next_labels(labels, mask[:, -labels.shape[1] :], ignored)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states

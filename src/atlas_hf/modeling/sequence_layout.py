@@ -69,3 +69,15 @@ class SequenceLayout:
         real = self._real
         x = y.new_zeros(batch * num_tokens, *y.shape[2:])
         return x.index_put((self.index[real],), y[real]).view(batch, num_tokens, *y.shape[2:])
+
+
+def next_labels(labels: torch.Tensor, mask: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """What each token of `labels [B, T]` is to predict: the label of the next real token, whatever padding lies between.
+
+    Masked tokens (zero in `mask [B, T]`) and each row's last real one predict nothing, which `ignore_index` says.
+    """
+    mask = mask.bool()
+    order = torch.sort((~mask).to(torch.uint8), dim=1, stable=True).indices
+    coming = labels.masked_fill(~mask, ignore_index).gather(1, order)[:, 1:]
+    coming = torch.nn.functional.pad(coming, (0, 1), value=ignore_index)
+    return torch.full_like(labels, ignore_index).scatter(1, order, coming).masked_fill(~mask, ignore_index)
