@@ -113,6 +113,7 @@ def test_half_precision_keeps_the_memory_in_float32(small_model, random_ids, var
         model = AtlasForCausalLM.from_pretrained(tmp_path, dtype=dtype)
         for name, parameter in model.named_parameters():
             high = any(part in name for part in HIGH_PRECISION)
+            high = high or (dtype == torch.float16 and "memory.gate_proj" in name)
             assert parameter.dtype == (torch.float32 if high else dtype), name
     gates = []
     mixer = model.model.layers[0].memory

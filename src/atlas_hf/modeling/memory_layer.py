@@ -129,7 +129,9 @@ class AtlasMemory(nn.Module):
 
     def _gates(self, hidden_states):
         """`log_alpha, eta, log_theta [B, T, H]` and `gamma [B, T, H, c]`, float32."""
-        logits = _wide(self.gate_proj(hidden_states)).unflatten(-1, (self.num_heads, self.num_gates))
+        # In float16 and quantised models the gates' projection stays in float32 (`_keep_in_fp32_modules`).
+        logits = self.gate_proj(hidden_states.to(self.gate_proj.weight.dtype))
+        logits = _wide(logits).unflatten(-1, (self.num_heads, self.num_gates))
         logits = logits + self.gate_bias
         gamma = logits[..., 3:].sigmoid()
         if self.config.rule == "gd" or self.config.output_errors == "exact":

@@ -80,6 +80,8 @@ class AtlasPreTrainedModel(PreTrainedModel):
     # A recorded cache can be cropped, so assisted decoding is allowed.
     _is_stateful = False
     _can_compile_fullgraph = False
+    # Narrow, of a width that is no multiple of a quantiser's blocks, and what decides how long a memory lasts.
+    _keep_in_fp32_modules = ["memory.gate_proj"]
     _keep_in_fp32_modules_strict = ["memory_weights", "feature_map", "gate_bias", "residual_scale"]
 
     def __init__(self, config: AtlasConfig, *inputs, **kwargs):

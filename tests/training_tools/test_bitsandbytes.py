@@ -1,0 +1,43 @@
+"""bitsandbytes on the CPU: linear layers in 8 and 4 bits, everything of the memory in float32 as before."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="BITSANDBYTES IS NOT INSTALLED: quantisation was not tested")
+
+KINDS = {
+    "8 bit": ({"load_in_8bit": True}, "Linear8bitLt", 0.05),
+    "4 bit": (
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+        "Linear4bit",
+        0.5,
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised(tiny_model, random_rows, tmp_path, kind):
+    options, layer, bound = KINDS[kind]
+    # Widths of 64, the block of 4-bit quantisation.
+    full = tiny_model(hidden_size=64, intermediate_size=64, initializer_range=0.1).eval()
+    full.save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(**options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu").eval()
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert {k for name, k in kinds.items() if name != "lm_head" and "memory.gate_proj" not in name} == {layer}
+    assert {k for name, k in kinds.items() if name == "lm_head" or "memory.gate_proj" in name} == {"Linear"}
+    memory = model.model.layers[0].memory
+    for parameter in (*memory.memory_weights, memory.gate_bias, *memory.feature_map.parameters()):
+        assert parameter.dtype == torch.float32
+    ids = torch.tensor(random_rows([17, 17]))
+    expected, logits = full(ids).logits, model(ids).logits.float()
+    error = (logits - expected).norm() / expected.norm()
+    assert 0 < error < bound
+    # Decoding from the cache stays exact.
+    first = model(ids[:, :9])
+    pieces = [first.logits] + [model(ids[:, t : t + 1], cache=first.cache).logits for t in range(9, 17)]
+    torch.testing.assert_close(torch.cat(pieces, 1).float(), logits, rtol=2e-2, atol=2e-2 * logits.abs().max().item())
+    assert model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None).shape == (2, 21)
