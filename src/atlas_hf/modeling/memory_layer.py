@@ -3,6 +3,7 @@
 Legend: B batch, T tokens, D model width, H heads, K = V head width, E hidden width of the memory, F features, c window.
 """
 
+import functools
 import math
 
 import torch
@@ -29,6 +30,35 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def _logit(p: float) -> float:
     return math.log(p / (1 - p))
+
+
+def fetches_weights_of(*names):
+    """Let a method use the weights of these children, of which accelerate's offloading knows nothing.
+
+    Its hooks fetch a module's weights for the time of that module's `forward`. A child that has no forward, or whose other
+    methods are used too, must have its weights for the time of the whole method.
+    """
+
+    def decorator(method):
+        @functools.wraps(method)
+        def wrapped(self, *args, **kwargs):
+            hooked = [child for child in (getattr(self, name) for name in names) if hasattr(child, "_hf_hook")]
+            if not hooked:
+                return method(self, *args, **kwargs)
+            forwards = [child.forward for child in hooked]
+            try:
+                for child in hooked:
+                    child._hf_hook.pre_forward(child)
+                    child.forward = child._old_forward  # the hook would send the weights away again after it
+                return method(self, *args, **kwargs)
+            finally:
+                for child, forward in zip(hooked, forwards, strict=True):
+                    child.forward = forward
+                    child._hf_hook.post_forward(child, ())
+
+        return wrapped
+
+    return decorator
 
 
 class HeadRMSNorm(nn.Module):
@@ -119,7 +149,12 @@ class AtlasMemory(nn.Module):
         if cache is None:
             return self._mix(hidden_states, layout, None, False)[0]
         layer = cache.layers[self.layer_idx]
-        output, states = self._mix(hidden_states, layout, layer.get_states(), True)
+        before = layer.get_states()
+        output, states = self._mix(hidden_states, layout, before, True)
+        if layer.is_compileable and (before is None or hidden_states.shape[1] != 1):
+            # States of one form from the first step on: a token that does not exist adds what steps keep beside the memory.
+            absent = torch.zeros(hidden_states.shape[0], 1, dtype=torch.bool, device=hidden_states.device)
+            _, states = self._mix(hidden_states[:, :1], SequenceLayout.from_mask(absent), states, True)
         mask = None if layout is None else layout.mask
         layer.update_states(states, hidden_states.shape[1], replay=(self._replay, (hidden_states, mask)))
         return output
@@ -139,6 +174,7 @@ class AtlasMemory(nn.Module):
             gamma = gamma / gamma.sum(-1, keepdim=True).clamp_min(1)
         return F.logsigmoid(logits[..., 0]), logits[..., 1].sigmoid(), F.logsigmoid(logits[..., 2]), gamma
 
+    @fetches_weights_of("memory_weights", "feature_map")
     def _mix(self, hidden_states, layout, states, keep_states: bool):
         """Output `[B, T, D]` and, if wanted, the states to go on from; `states=None` begins every sequence anew."""
         config = self.config

@@ -236,6 +236,11 @@ class AtlasModel(AtlasPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         batch, num_tokens = inputs_embeds.shape[:2]
+        if torch.compiler.is_exporting() and not isinstance(num_tokens, int):
+            raise ValueError(
+                "torch.export of Atlas needs a fixed number of tokens (chunks are laid out by it): leave their dimension "
+                "out of dynamic_shapes and export once for each length; the batch may be dynamic"
+            )
         check_cache(cache, self.config.num_hidden_layers, batch)
         past = positions_seen(cache)
         mask = _check_mask(attention_mask, batch, num_tokens, past)

@@ -1,0 +1,62 @@
+"""Weights kept on the CPU's side or on disk by accelerate's hooks, and activations by `saved_tensors_hooks`."""
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from training_checks import assert_equal_gradients, gradients
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_weights(tiny_model, random_rows, tmp_path, where):
+    """Every weight is fetched by the module that uses it, the memory's own parameters among them."""
+    model, ids = tiny_model().eval(), torch.tensor(random_rows([13, 13]))
+    expected = model(ids).logits
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    if where == "cpu":
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+        assert list(tmp_path.glob("*.dat"))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    torch.testing.assert_close(model(ids).logits, expected)
+    again = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert torch.equal(again, generated)
+
+
+@torch.no_grad()
+def test_some_layers_on_disk(tiny_model, random_rows, tmp_path):
+    model, ids = tiny_model().eval(), torch.tensor(random_rows([13, 13]))
+    expected = model(ids).logits
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    places |= {"model.norm": "cpu", "lm_head": "disk"}
+    model = dispatch_model(model, places, main_device="cpu", offload_dir=str(tmp_path))
+    assert next(model.model.layers[1].parameters()).device.type == "meta"
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
+def test_saved_tensors_hooks(tiny_model, random_rows):
+    """Activations packed into another form and back: gradients are the same, and every saved tensor went through."""
+    model, ids = tiny_model().train(), torch.tensor(random_rows([13, 13]))
+    model(ids, labels=ids).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    packed = [0, 0]
+
+    def pack(tensor):
+        packed[0] += 1
+        return tensor.device, tensor.detach().cpu().clone()
+
+    def unpack(saved):
+        packed[1] += 1
+        return saved[1].to(saved[0])
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        model(ids, labels=ids).loss.backward()
+    assert packed[0] > 100
+    assert packed[1] > 100
+    assert_equal_gradients(gradients(model), expected, bound=1e-6)
+    model.zero_grad()
+    with torch.autograd.graph.save_on_cpu():
+        model(ids, labels=ids).loss.backward()
+    assert_equal_gradients(gradients(model), expected, bound=1e-6)
