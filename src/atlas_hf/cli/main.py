@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 import atlas_hf
 from atlas_hf.cli import demo, generate, info, train
+from atlas_hf.cli.config_file import read_config
 from atlas_hf.training.errors import InputError
 
 COMMANDS = {"demo": demo, "train": train, "generate": generate, "info": info}
@@ -50,8 +51,13 @@ def _quiet_libraries() -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 2 for input that cannot be used, 130 when interrupted."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
     try:
+        if getattr(arguments, "config", None):
+            command = parser._subparsers._group_actions[0].choices[arguments.command]
+            command.set_defaults(**read_config(arguments.config, command))
+            arguments = parser.parse_args(argv)
         with _quiet_libraries():
             COMMANDS[arguments.command].run(arguments)
     except InputError as error:

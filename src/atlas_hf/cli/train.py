@@ -1,31 +1,59 @@
-"""Train a model and a tokenizer on text files or a saved dataset.
+"""Train a model and a tokenizer on texts: files, folders, a saved dataset or one on the Hub.
 
-Everything is written to --output when the run is complete, and nothing before.
+Everything is written to --output when the run is complete, and nothing before. `torchrun -m atlas_hf.cli train ...` and
+`accelerate launch -m atlas_hf.cli train ...` run the same command on several processes.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from atlas_hf.cli.options import add_model_arguments, build_config, load_model, natural, positive_float, positive_int
+from atlas_hf.cli.options import (
+    add_model_arguments,
+    assignment,
+    build_config,
+    load_model,
+    natural,
+    positive_float,
+    positive_int,
+)
 from atlas_hf.modeling.modeling_atlas import AtlasForCausalLM
 from atlas_hf.training.errors import InputError
+from atlas_hf.training.processes import Processes, joined_processes
 from atlas_hf.training.run import Data, run_training
 from atlas_hf.training.staging import check_output, partial_folder
-from atlas_hf.training.texts import read_corpus
-from atlas_hf.training.tokenizer import check_vocabulary, encode, load_tokenizer, to_blocks, train_tokenizer
-from atlas_hf.training.trainer import TrainingOptions
+from atlas_hf.training.streams import DocumentStream, StreamedBlocks, load_by_name, open_stream
+from atlas_hf.training.texts import HELD_OUT_SPLITS, Corpus, read_corpus, texts_of
+from atlas_hf.training.tokenizer import (
+    check_vocabulary,
+    document_positions,
+    encode,
+    load_tokenizer,
+    to_blocks,
+    train_tokenizer,
+)
+from atlas_hf.training.trainer import OPTIMIZERS, TrainingOptions, training_arguments
 
 HELD_OUT_SHARE = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "texts", nargs="+", type=Path, help="text or JSON files, or folders of them or of a saved dataset"
+        "texts", nargs="*", type=Path, help="text, JSON or parquet files, or folders of them or of a saved dataset"
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write model, tokenizer and report to")
+    parser.add_argument("--config", type=Path, help="YAML file of these flags' names and values; flags override it")
+    parser.add_argument("--output", type=Path, help="folder to write model, tokenizer and report to; always needed")
+    parser.add_argument("--dataset", metavar="NAME", help="dataset on the Hub, or a folder of data files, by its name")
+    parser.add_argument("--subset", metavar="NAME", help="configuration of --dataset")
+    parser.add_argument(
+        "--stream", action="store_true", help="read documents as training goes on, without holding them in memory"
+    )
+    parser.add_argument(
+        "--pack", action="store_true", help="begin every document with a fresh memory, though many share a block"
+    )
     parser.add_argument(
         "--held-out",
         nargs="+",
@@ -41,6 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_training_arguments(parser)
     parser.add_argument("--save-steps", type=natural, default=0, help="steps between checkpoints (0: none)")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: for matrices, adamw for the rest"
+    )
+    parser.add_argument("--tensorboard", action="store_true", help="log to OUTPUT/tensorboard")
+    parser.add_argument(
+        "--trainer",
+        type=assignment,
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any other field of transformers' TrainingArguments, e.g. bf16=true; may be repeated",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from an interrupted run's last checkpoint")
     add_model_arguments(parser, defaults={"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4})
 
@@ -65,6 +105,9 @@ def training_options(arguments: argparse.Namespace, save_steps: int = 0) -> Trai
         learning_rate=arguments.lr,
         seed=arguments.seed,
         save_steps=save_steps,
+        optimizer=getattr(arguments, "optimizer", "adamw"),
+        tensorboard=getattr(arguments, "tensorboard", False),
+        extra=dict(getattr(arguments, "trainer", ())),
     )
 
 
@@ -119,9 +162,54 @@ def _tokenizer(arguments: argparse.Namespace, texts: list[str]) -> PreTrainedTok
     return load_tokenizer(source) if source else train_tokenizer(texts, arguments.vocab_size)
 
 
+def _read(arguments: argparse.Namespace) -> Corpus:
+    """All documents in memory."""
+    corpus = read_corpus(arguments.texts, arguments.text_column) if arguments.texts else Corpus()
+    if arguments.dataset is not None:
+        splits = load_by_name(arguments.dataset, arguments.subset, streaming=False)
+        corpus.train += texts_of(splits["train"], arguments.text_column, arguments.dataset)
+        held_out = next((splits[name] for name in HELD_OUT_SPLITS if name in splits), None)
+        if held_out is not None:
+            corpus.held_out += texts_of(held_out, arguments.text_column, arguments.dataset)
+    return corpus
+
+
+def _packed(data: Data, tokenizer: PreTrainedTokenizerBase) -> Data:
+    end = tokenizer.eos_token_id
+    places = (document_positions(blocks, end) for blocks in (data.train_blocks, data.held_out_blocks))
+    return replace(data, **dict(zip(("train_positions", "held_out_positions"), places, strict=True)))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.output is None:
+        raise InputError("no output: name a folder with --output, or `output` in the file of --config")
+    if not arguments.texts and arguments.dataset is None:
+        raise InputError("no texts: name files or folders, or a dataset with --dataset")
+    if arguments.subset is not None and arguments.dataset is None:
+        raise InputError(f"--subset {arguments.subset} belongs to a dataset: name it with --dataset")
+
+
 def run(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    with joined_processes() as processes:
+        _run(arguments, processes)
+
+
+def _run(arguments: argparse.Namespace, processes: Processes) -> None:
     check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
-    corpus = read_corpus(arguments.texts, arguments.text_column)
+    options = training_options(arguments, arguments.save_steps)
+    training_arguments(options, arguments.output, processes)  # refused before the long work
+    stream: DocumentStream | None = None
+    if arguments.stream:
+        stream = open_stream(
+            *(arguments.texts, arguments.dataset, arguments.subset, arguments.text_column),
+            hold_out=not arguments.held_out,
+        )
+        corpus = Corpus(stream.sample(), [] if arguments.held_out else stream.held_out_texts())
+        if not arguments.held_out and not corpus.held_out:
+            raise InputError("the stream has too few documents to hold any out: name a text with --held-out")
+    else:
+        corpus = _read(arguments)
     held_out = read_corpus(arguments.held_out, arguments.text_column).train if arguments.held_out else corpus.held_out
     model = load_model(arguments.init_from) if arguments.init_from else None
     tokenizer = _tokenizer(arguments, corpus.train)
@@ -129,8 +217,12 @@ def run(arguments: argparse.Namespace) -> None:
     check_vocabulary(tokenizer, model.config.vocab_size)
     check_blocks(model, arguments.block_size)
     data = prepare_data(tokenizer, corpus.train, held_out, arguments.block_size)
+    data = _packed(data, tokenizer) if arguments.pack else data
+    if stream is not None:
+        pieces = {"packed": arguments.pack, "seed": arguments.seed}
+        data = replace(data, stream=StreamedBlocks(stream.train, tokenizer, arguments.block_size, **pieces))
     describe(model, data)
-    skipped = {"command", "resume", "overwrite", "output"}
+    skipped = {"command", "config", "resume", "overwrite", "output"}
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k not in skipped}
     settings |= {
         "texts": [str(path) for path in arguments.texts],
@@ -140,11 +232,12 @@ def run(arguments: argparse.Namespace) -> None:
         model,
         tokenizer,
         data,
-        training_options(arguments, arguments.save_steps),
+        options,
         arguments.output,
         settings=settings,
         overwrite=arguments.overwrite,
         resume=arguments.resume,
+        processes=processes,
     )
     print(f"Written to {arguments.output}: model, tokenizer, run.json, loss.png")
     print(f'Next: atlas-hf generate --model {arguments.output} --prompt "..."')
@@ -153,8 +246,9 @@ def run(arguments: argparse.Namespace) -> None:
 def describe(model: PreTrainedModel, data: Data) -> None:
     device = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     print(f"Model: {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size}, on {device}")
+    source = "a stream that begins with " if data.stream else ""
     print(
-        f"Data: {len(data.train_blocks):,} blocks of {data.train_blocks.shape[1]} tokens to train on, "
+        f"Data: {source}{len(data.train_blocks):,} blocks of {data.train_blocks.shape[1]} tokens to train on, "
         f"{len(data.held_out_blocks):,} held out",
         flush=True,
     )

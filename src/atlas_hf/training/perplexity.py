@@ -13,14 +13,20 @@ ADDED_COUNT = 0.1
 
 
 @torch.inference_mode()
-def model_perplexity(model: PreTrainedModel, blocks: torch.Tensor, batch_size: int = 8) -> float:
-    """Perplexity of `blocks [N, L]`, each read by itself from the model's initial memory."""
+def model_perplexity(
+    model: PreTrainedModel, blocks: torch.Tensor, batch_size: int = 8, positions: torch.Tensor | None = None
+) -> float:
+    """Perplexity of `blocks [N, L]`, each read by itself from the model's initial memory.
+
+    `positions [N, L]`: places of the tokens within their documents, where the memory starts anew at each.
+    """
     was_training = model.training
     model.eval()
     total = 0.0
-    for batch in blocks.split(batch_size):
-        batch = batch.to(model.device)
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    for start in range(0, len(blocks), batch_size):
+        batch = blocks[start : start + batch_size].to(model.device)
+        places = None if positions is None else positions[start : start + batch_size].to(model.device)
+        loss = model(input_ids=batch, position_ids=places, labels=batch, use_cache=False).loss
         total += loss.item() * batch[:, 1:].numel()
     model.train(was_training)
     return _exponential(total / blocks[:, 1:].numel())

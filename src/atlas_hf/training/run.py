@@ -6,24 +6,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.loss_curve import draw_loss_curve
 from atlas_hf.training.perplexity import bigram_perplexity, model_perplexity, unigram_perplexity
+from atlas_hf.training.processes import ALONE, Processes
 from atlas_hf.training.staging import CHECKPOINTS, RUN_FILE, staged
-from atlas_hf.training.trainer import TrainingOptions, train
+from atlas_hf.training.trainer import BlockDataset, TrainingOptions, train, training_arguments
 
 LOSS_CURVE = "loss.png"
+BOARD = "tensorboard"
 
 
 @dataclass(frozen=True)
 class Data:
-    """Token ids of a run: `train_ids [N]`, the blocks cut from them `[n, L]`, and held-out blocks `[m, L]`."""
+    """Token ids of a run: `train_ids [N]`, the blocks cut from them `[n, L]`, and held-out blocks `[m, L]`.
+
+    Packed blocks have `train_positions` and `held_out_positions`, the tokens' places within their documents. With `stream`
+    that is trained on, and `train_ids` and `train_blocks` are but its beginning.
+    """
 
     train_ids: torch.Tensor
     train_blocks: torch.Tensor
     held_out_blocks: torch.Tensor
+    train_positions: torch.Tensor | None = None
+    held_out_positions: torch.Tensor | None = None
+    stream: IterableDataset | None = None
 
 
 @dataclass(frozen=True)
@@ -46,31 +56,47 @@ def run_training(
     settings: dict,
     overwrite: bool = False,
     resume: bool = False,
+    processes: Processes = ALONE,
 ) -> Result:
     """Train, measure and write model, tokenizer, `run.json` and `loss.png` to `output`, all of them or none.
 
-    `settings` describes the run; a run can only be resumed with the settings that it began with.
+    `settings` describes the run; a run can only be resumed with the settings that it began with. Several processes train
+    together, and the main one writes.
     """
     vocab_size = model.config.vocab_size
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    with staged(output, overwrite=overwrite, resume=resume) as folder:
-        _agree_on_settings(folder, settings, resume)
-        tokenizer.save_pretrained(folder)
-        unigram = unigram_perplexity(data.train_ids, data.held_out_blocks, vocab_size)
-        bigram = bigram_perplexity(data.train_ids, data.held_out_blocks, vocab_size)
+    held_out, positions = data.held_out_blocks, data.held_out_positions
+    with staged(output, overwrite=overwrite, resume=resume, processes=processes) as folder:
+        model.to(training_arguments(options, folder / CHECKPOINTS, processes).device)
+        _agree_on_settings(folder, settings, resume, processes)
+        if processes.is_main:
+            tokenizer.save_pretrained(folder)
+        unigram = unigram_perplexity(data.train_ids, held_out, vocab_size)
+        bigram = bigram_perplexity(data.train_ids, held_out, vocab_size)
         print(f"Held-out perplexity of add-0.1 counts: unigram {unigram:.1f}, bigram {bigram:.1f}")
-        before = model_perplexity(model, data.held_out_blocks, options.batch_size)
+        before = model_perplexity(model, held_out, options.batch_size, positions)
         print(f"Held-out perplexity of the model before training: {before:.1f}")
         tokens = options.max_steps * options.batch_size * data.train_blocks.shape[1]
-        print(f"Training: {options.max_steps} steps, {tokens:,} tokens, from a text of {data.train_ids.numel():,}")
-        losses = train(model, data.train_blocks, options, folder / CHECKPOINTS, resume=resume)
-        after = model_perplexity(model, data.held_out_blocks, options.batch_size)
+        source = "a stream" if data.stream else f"a text of {data.train_ids.numel():,}"
+        print(f"Training: {options.max_steps} steps, {tokens:,} tokens, from {source}")
+        examples = data.stream or BlockDataset(data.train_blocks, data.train_positions)
+        board = folder / BOARD if options.tensorboard else None
+        trainer, losses = train(
+            model, examples, options, folder / CHECKPOINTS, resume=resume, processes=processes, board=board
+        )
+        # Of a sharded model every process holds a part, and only the wrapped one can be called.
+        sharded = trainer.is_fsdp_enabled
+        after = model_perplexity(trainer.model_wrapped if sharded else model, held_out, options.batch_size, positions)
         print(f"Held-out perplexity of the model after training: {after:.1f}")
         result = Result(unigram, bigram, before, after)
-        model.save_pretrained(folder)
-        levels = {"held-out, model": math.log(after), "held-out, bigram": math.log(bigram)}
-        draw_loss_curve(folder / LOSS_CURVE, losses, levels)
-        _write_run(folder, settings, perplexity=asdict(result), losses=losses)
+        if sharded:
+            trainer.save_model(str(folder))
+            (folder / "training_args.bin").unlink(missing_ok=True)
+        elif processes.is_main:
+            model.save_pretrained(folder)
+        if processes.is_main:
+            levels = {"held-out, model": math.log(after), "held-out, bigram": math.log(bigram)}
+            draw_loss_curve(folder / LOSS_CURVE, losses, levels)
+            _write_run(folder, settings, perplexity=asdict(result), losses=losses)
     return result
 
 
@@ -78,9 +104,10 @@ def _write_run(folder: Path, settings: dict, **results) -> None:
     (folder / RUN_FILE).write_text(json.dumps({"settings": settings, **results}, indent=1) + "\n", encoding="utf-8")
 
 
-def _agree_on_settings(folder: Path, settings: dict, resume: bool) -> None:
+def _agree_on_settings(folder: Path, settings: dict, resume: bool, processes: Processes) -> None:
     if not resume:
-        _write_run(folder, settings)
+        if processes.is_main:
+            _write_run(folder, settings)
         return
     old = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["settings"]
     new = json.loads(json.dumps(settings))

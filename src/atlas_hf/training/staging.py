@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from atlas_hf.training.errors import InputError
+from atlas_hf.training.processes import ALONE, Processes
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -51,26 +52,35 @@ def check_output(output: Path, *, overwrite: bool = False, resume: bool = False)
 
 
 @contextmanager
-def staged(output: Path, *, overwrite: bool = False, resume: bool = False) -> Iterator[Path]:
+def staged(
+    output: Path, *, overwrite: bool = False, resume: bool = False, processes: Processes = ALONE
+) -> Iterator[Path]:
     """A folder to write into, renamed to `output` when the block ends well.
 
-    When it ends in an error nothing stays, except a folder that holds a checkpoint to resume from.
+    When it ends in an error nothing stays, except a folder that holds a checkpoint to resume from. Of several processes all
+    look, and the main one makes, renames and removes.
     """
     check_output(output, overwrite=overwrite, resume=resume)
     partial = partial_folder(output)
-    try:
-        if partial.exists() and not resume:
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output {output} cannot be written: {error.strerror}; name another folder") from error
+    processes.wait()
+    if processes.is_main:
+        try:
+            if partial.exists() and not resume:
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"output {output} cannot be written: {error.strerror}; name another folder") from error
+    processes.wait()
     try:
         yield partial
     except BaseException:
-        if not any((partial / CHECKPOINTS).glob("checkpoint-*")):
+        if processes.is_main and not any((partial / CHECKPOINTS).glob("checkpoint-*")):
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(partial / CHECKPOINTS, ignore_errors=True)
-    if output.exists():
-        shutil.rmtree(output)
-    partial.rename(output)
+    processes.wait()
+    if processes.is_main:
+        shutil.rmtree(partial / CHECKPOINTS, ignore_errors=True)
+        if output.exists():
+            shutil.rmtree(output)
+        partial.rename(output)
+    processes.wait()

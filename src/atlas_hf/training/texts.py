@@ -1,4 +1,4 @@
-"""Reading documents from text files, JSON files and folders of the `datasets` library."""
+"""Reading documents from text, JSON and parquet files and from folders of the `datasets` library."""
 
 import tempfile
 from dataclasses import dataclass, field
@@ -11,6 +11,8 @@ from atlas_hf.training.errors import InputError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".json", ".jsonl")
+PARQUET_SUFFIXES = (".parquet",)
+SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 HELD_OUT_SPLITS = ("validation", "test")
 
 
@@ -34,9 +36,9 @@ def demo_texts() -> tuple[str, str]:
 def read_corpus(paths: list[str | Path], text_column: str = "text") -> Corpus:
     """Documents of files and folders, in the order given.
 
-    A text file is one document; a JSON or JSON-lines file holds one per record; a folder written by
+    A text file is one document; a JSON, JSON-lines or parquet file holds one per record; a folder written by
     `Dataset.save_to_disk` or `DatasetDict.save_to_disk` one per row (of the split `train`; `validation`, or else `test`,
-    is held out); any other folder stands for the text and JSON files in it, sorted by name.
+    is held out); any other folder stands for the files of these kinds in it, sorted by name.
 
     Raises:
         InputError: a path that does not exist, cannot be read, is not UTF-8 or holds no text.
@@ -55,16 +57,16 @@ def _read_path(path: Path, text_column: str) -> Corpus:
     if not path.exists():
         raise InputError(f"{path} does not exist: check the path")
     if path.is_file():
-        if path.suffix in JSON_SUFFIXES:
-            return Corpus(_read_json(path, text_column))
+        if builder_of(path) != "text":
+            return Corpus(_read_records(path, text_column))
         return Corpus([_read_text(path)])
     if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
         return _read_saved_dataset(path, text_column)
-    files = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in TEXT_SUFFIXES + JSON_SUFFIXES)
+    files = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in SUFFIXES)
     if not files:
         raise InputError(
             f"{path} is a folder without a saved dataset and without files ending in "
-            f"{', '.join(TEXT_SUFFIXES + JSON_SUFFIXES)}: name the files themselves, or save the dataset there"
+            f"{', '.join(SUFFIXES)}: name the files themselves, or save the dataset there"
         )
     return read_corpus(files, text_column)
 
@@ -81,14 +83,20 @@ def _read_text(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _read_json(path: Path, text_column: str) -> list[str]:
+def builder_of(path: Path) -> str:
+    """Which of the `datasets` library's builders reads a file; what is neither JSON nor parquet is text."""
+    return "json" if path.suffix in JSON_SUFFIXES else "parquet" if path.suffix in PARQUET_SUFFIXES else "text"
+
+
+def _read_records(path: Path, text_column: str) -> list[str]:
+    kind = {"json": "JSON or JSON lines", "parquet": "parquet"}[builder_of(path)]
     # A cache folder of its own: the texts go straight into memory, and nothing is left behind.
     with tempfile.TemporaryDirectory() as cache:
         try:
-            rows = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
+            rows = datasets.load_dataset(builder_of(path), data_files=str(path), split="train", cache_dir=cache)
         except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-            raise InputError(f"{path} cannot be read as JSON or JSON lines: {error}") from error
-        return _column(rows, text_column, path)
+            raise InputError(f"{path} cannot be read as {kind}: {error}") from error
+        return texts_of(rows, text_column, path)
 
 
 def _read_saved_dataset(path: Path, text_column: str) -> Corpus:
@@ -97,24 +105,33 @@ def _read_saved_dataset(path: Path, text_column: str) -> Corpus:
     except (ValueError, OSError) as error:
         raise InputError(f"{path} looks like a saved dataset but cannot be loaded: {error}") from error
     if isinstance(saved, datasets.Dataset):
-        return Corpus(_column(saved, text_column, path))
+        return Corpus(texts_of(saved, text_column, path))
     if "train" not in saved:
         raise InputError(
             f"{path} has the splits {', '.join(saved)} but no train: rename one, or name a single split's folder"
         )
     held_out = next((saved[name] for name in HELD_OUT_SPLITS if name in saved), None)
     return Corpus(
-        _column(saved["train"], text_column, path),
-        [] if held_out is None else _column(held_out, text_column, path),
+        texts_of(saved["train"], text_column, path),
+        [] if held_out is None else texts_of(held_out, text_column, path),
     )
 
 
-def _column(rows: datasets.Dataset, text_column: str, path: Path) -> list[str]:
-    if text_column not in rows.column_names:
+def check_column(columns: list[str], text_column: str, source) -> None:
+    if text_column not in columns:
         raise InputError(
-            f"{path} has no column {text_column!r}, only {', '.join(rows.column_names)}: choose one with --text-column"
+            f"{source} has no column {text_column!r}, only {', '.join(columns)}: choose one with --text-column"
         )
+
+
+def texts_of(rows: datasets.Dataset, text_column: str, source) -> list[str]:
+    """The texts of a column, without empty ones.
+
+    Raises:
+        InputError: no such column, or one that does not hold strings.
+    """
+    check_column(rows.column_names, text_column, source)
     texts = list(rows[text_column])
     if any(text is not None and not isinstance(text, str) for text in texts):
-        raise InputError(f"column {text_column!r} of {path} does not hold strings: choose another with --text-column")
+        raise InputError(f"column {text_column!r} of {source} does not hold strings: choose another with --text-column")
     return [text for text in texts if text]

@@ -95,3 +95,14 @@ def to_blocks(ids: torch.Tensor, block_size: int, name: str) -> torch.Tensor:
             f"{name} has {ids.numel()} tokens, less than one block of {block_size}: give more text, or a smaller --block-size"
         )
     return ids[: ids.numel() // block_size * block_size].view(-1, block_size)
+
+
+def document_positions(blocks: torch.Tensor, end: int) -> torch.Tensor:
+    """Places `[N, L]` of tokens within their documents: 0 at each block's start and after each token `end`.
+
+    As `position_ids` they tell the model where documents begin, so that no memory passes from one to the next.
+    """
+    place = torch.arange(blocks.shape[1]).expand(blocks.shape)
+    begins = torch.zeros_like(blocks, dtype=torch.bool)
+    begins[:, 1:] = blocks[:, :-1] == end
+    return place - torch.where(begins, place, 0).cummax(1).values

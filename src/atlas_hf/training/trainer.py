@@ -2,19 +2,39 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import transformers
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import HfArgumentParser, PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 from atlas_hf.training.errors import InputError
+from atlas_hf.training.optimizer import MuonAdamW, split_parameters
+from atlas_hf.training.processes import ALONE, Processes
+
+OPTIMIZERS = ("adamw", "muon")
+# Fields of `TrainingArguments` that options here decide, by the flag that names them.
+DECIDED = {
+    "max_steps": "--max-steps",
+    "per_device_train_batch_size": "--batch-size",
+    "learning_rate": "--lr",
+    "seed": "--seed",
+    "save_steps": "--save-steps",
+    "output_dir": "--output",
+    "report_to": "--tensorboard",
+}
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What a run can be told. `save_steps` 0 writes no checkpoints."""
+    """What a run can be told. `save_steps` 0 writes no checkpoints.
+
+    `batch_size` counts the blocks of one step on all processes together. `optimizer` is one of `OPTIMIZERS`. `extra`: any
+    other fields of `TrainingArguments`.
+    """
 
     max_steps: int = 500
     batch_size: int = 8
@@ -23,19 +43,91 @@ class TrainingOptions:
     weight_decay: float = 0.1
     seed: int = 0
     save_steps: int = 0
+    optimizer: str = "adamw"
+    tensorboard: bool = False
+    extra: dict = field(default_factory=dict)
+
+
+def training_arguments(options: TrainingOptions, folder: Path, processes: Processes = ALONE) -> TrainingArguments:
+    """`TrainingArguments` for `options`, with checkpoints in `folder`.
+
+    Raises:
+        InputError: a field that does not exist, is decided by a flag, or has a value that is refused; a batch that cannot
+            be divided among the processes.
+    """
+    for name, flag in DECIDED.items():
+        if name in options.extra:
+            raise InputError(f"{name}={options.extra[name]!r} among the trainer's fields is given by {flag}: use that")
+    passes = options.extra.get("gradient_accumulation_steps", 1)
+    if not isinstance(passes, int) or passes < 1 or options.batch_size % (passes * processes.count):
+        raise InputError(
+            f"batch_size={options.batch_size} cannot be divided among {processes.count} process(es) with "
+            f"gradient_accumulation_steps={passes}: choose a multiple of their product"
+        )
+    on_cpu = not torch.cuda.is_available()
+    fields = {
+        "output_dir": str(folder),
+        "max_steps": options.max_steps,
+        "per_device_train_batch_size": options.batch_size // (passes * processes.count),
+        "learning_rate": options.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": min(options.warmup_steps, options.max_steps // 5),
+        "weight_decay": options.weight_decay,
+        "adam_beta2": 0.95,
+        "seed": options.seed,
+        "logging_first_step": True,
+        "logging_steps": min(10, max(options.max_steps // 10, 1)),
+        "logging_nan_inf_filter": False,
+        "save_strategy": "steps" if options.save_steps else "no",
+        "save_steps": max(options.save_steps, 1),
+        "save_total_limit": 2,
+        "use_cpu": on_cpu,
+        "dataloader_pin_memory": not on_cpu,
+        "disable_tqdm": True,
+        "report_to": "none",
+    }
+    try:
+        (arguments,) = HfArgumentParser(TrainingArguments).parse_dict({**fields, **options.extra})
+    except (ValueError, TypeError, ImportError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in options.extra.items())
+        raise InputError(f"the trainer's fields ({given}) are refused: {error}; see TrainingArguments") from error
+    return arguments
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer` that lets neither gates, norms nor convolutions decay, and knows Muon."""
+
+    with_muon = False
+
+    def get_decay_parameter_names(self, model) -> list[str]:
+        split = split_parameters(model)
+        return [*split.matrices, *split.decayed]
+
+    def create_optimizer(self, model=None):
+        if self.with_muon and self.optimizer is None:
+            arguments = self.args
+            self.optimizer = MuonAdamW(
+                self.model if model is None else model,
+                lr=arguments.learning_rate,
+                weight_decay=arguments.weight_decay,
+                betas=(arguments.adam_beta1, arguments.adam_beta2),
+                eps=arguments.adam_epsilon,
+            )
+        return super().create_optimizer(model)
 
 
 class BlockDataset(Dataset):
-    """Rows of `blocks [N, L]` as inputs and labels."""
+    """Rows of `blocks [N, L]` as inputs and labels, with their `positions [N, L]` if there are any."""
 
-    def __init__(self, blocks: torch.Tensor):
-        self.blocks = blocks
+    def __init__(self, blocks: torch.Tensor, positions: torch.Tensor | None = None):
+        self.blocks, self.positions = blocks, positions
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.blocks[index], "labels": self.blocks[index]}
+        example = {"input_ids": self.blocks[index], "labels": self.blocks[index]}
+        return example if self.positions is None else {**example, "position_ids": self.positions[index]}
 
 
 class ProgressLines(TrainerCallback):
@@ -64,39 +156,30 @@ class ProgressLines(TrainerCallback):
 
 
 def train(
-    model: PreTrainedModel, blocks: torch.Tensor, options: TrainingOptions, folder: Path, *, resume: bool = False
-) -> list[tuple[int, float]]:
-    """Train `model` in place on `blocks [N, L]`; returns the mean training loss of each logging interval, by step.
+    model: PreTrainedModel,
+    data: Dataset,
+    options: TrainingOptions,
+    folder: Path,
+    *,
+    resume: bool = False,
+    processes: Processes = ALONE,
+    board: Path | None = None,
+) -> tuple[Trainer, list[tuple[int, float]]]:
+    """Train `model` in place on `data`; returns the trainer and the mean training loss of each logging interval, by step.
 
     Checkpoints go to `folder`; with `resume` the run goes on from the last of them, as if it had not been interrupted.
+    `board`: a folder for TensorBoard.
 
     Raises:
-        InputError: the loss is no longer a number.
+        InputError: the loss is no longer a number, or TensorBoard is wanted and not installed.
     """
-    on_cpu = not torch.cuda.is_available()
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=options.max_steps,
-        per_device_train_batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=min(options.warmup_steps, options.max_steps // 5),
-        weight_decay=options.weight_decay,
-        adam_beta2=0.95,
-        seed=options.seed,
-        logging_first_step=True,
-        logging_steps=min(10, max(options.max_steps // 10, 1)),
-        logging_nan_inf_filter=False,
-        save_strategy="steps" if options.save_steps else "no",
-        save_steps=max(options.save_steps, 1),
-        save_total_limit=2,
-        use_cpu=on_cpu,
-        dataloader_pin_memory=not on_cpu,
-        disable_tqdm=True,
-        report_to="none",
-    )
+    callbacks = [ProgressLines()]
+    if board is not None and processes.is_main:
+        callbacks.append(TensorBoardCallback(_board_writer(board)))
     use_cache = model.config.use_cache
-    trainer = Trainer(model=model, args=arguments, train_dataset=BlockDataset(blocks), callbacks=[ProgressLines()])
+    arguments = training_arguments(options, folder, processes)
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+    trainer.with_muon = options.optimizer == "muon"
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
     # Trainer switches the cache off in the configuration that is saved; generation would then be slow for every reader.
@@ -104,4 +187,12 @@ def train(
     losses = [(entry["step"], float(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry]
     if any(math.isnan(loss) for _, loss in losses):
         raise InputError(f"learning_rate={options.learning_rate} made the loss diverge (not a number): lower --lr")
-    return losses
+    return trainer, losses
+
+
+def _board_writer(folder: Path):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError("--tensorboard needs the package tensorboard: pip install 'atlas-hf[train]'") from error
+    return SummaryWriter(log_dir=str(folder))

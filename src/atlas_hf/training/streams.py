@@ -1,0 +1,150 @@
+"""Documents read while training goes on, from any source that the `datasets` library can stream."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import torch
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from atlas_hf.training.errors import InputError
+from atlas_hf.training.texts import HELD_OUT_SPLITS, builder_of, check_column
+from atlas_hf.training.tokenizer import document_positions
+
+# Without a split of its own, every twentieth document is held out.
+HELD_OUT_EVERY = 20
+# Read ahead for the tokenizer and for counting tokens.
+SAMPLE_CHARACTERS = 2_000_000
+SHUFFLED_DOCUMENTS = 1000
+
+
+@dataclass
+class DocumentStream:
+    """Texts to train on and held-out ones, read anew at every iteration."""
+
+    train: datasets.IterableDataset
+    held_out: datasets.IterableDataset
+
+    def sample(self) -> list[str]:
+        """The first training documents, up to about two million characters."""
+        return list(_until(self.train, SAMPLE_CHARACTERS))
+
+    def held_out_texts(self, characters: int = SAMPLE_CHARACTERS // HELD_OUT_EVERY) -> list[str]:
+        return list(_until(self.held_out, characters))
+
+
+def _until(rows, characters: int) -> Iterator[str]:
+    for row in rows:
+        yield row["text"]
+        characters -= len(row["text"])
+        if characters <= 0:
+            return
+
+
+def open_stream(
+    paths: list[Path], name: str | None, subset: str | None, text_column: str, *, hold_out: bool
+) -> DocumentStream:
+    """Stream local text, JSON and parquet files, or a data set by its name on the Hub or its folder.
+
+    `hold_out`: keep documents back to measure on, those of a split `validation` or `test` or else every twentieth.
+
+    Raises:
+        InputError: a source that cannot be opened, or that lacks the column.
+    """
+    parts = [_open_file(path, text_column) for path in paths]
+    held_out = None
+    if name is not None:
+        splits = load_by_name(name, subset, streaming=True)
+        parts.append(_texts(splits["train"], text_column, name))
+        held_out = next((_texts(splits[s], text_column, name) for s in HELD_OUT_SPLITS if s in splits), None)
+    train = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    if hold_out and held_out is None:
+        held_out = train.filter(lambda _, i: i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1, with_indices=True)
+        train = train.filter(lambda _, i: i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1, with_indices=True)
+    return DocumentStream(train, held_out)
+
+
+def load_by_name(name: str, subset: str | None, *, streaming: bool):
+    """All splits of a data set on the Hub, or of a folder of data files.
+
+    Raises:
+        InputError: it cannot be loaded, or has no split `train`.
+    """
+    try:
+        splits = datasets.load_dataset(name, subset, streaming=streaming)
+    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        raise InputError(f"the data set {name!r} cannot be loaded: {error}; check --dataset and --subset") from error
+    if "train" not in splits:
+        raise InputError(
+            f"the data set {name!r} has the splits {', '.join(splits)} but no train: name another data set"
+        )
+    return splits
+
+
+def _open_file(path: Path, text_column: str) -> datasets.IterableDataset:
+    if not path.is_file():
+        raise InputError(f"{path} is not a file: --stream reads files; give a folder's data set with --dataset {path}")
+    builder = builder_of(path)
+    options = {"sample_by": "document"} if builder == "text" else {}
+    try:
+        rows = datasets.load_dataset(builder, data_files=str(path), split="train", streaming=True, **options)
+        return _texts(rows, "text" if builder == "text" else text_column, path)
+    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} cannot be read as {builder}: {error}") from error
+
+
+def _texts(rows: datasets.IterableDataset, text_column: str, source) -> datasets.IterableDataset:
+    first = next(iter(rows.take(1)), None)
+    if first is None:
+        raise InputError(f"{source} holds no documents: name another source")
+    check_column(list(first), text_column, source)
+    if not isinstance(first[text_column], str):
+        raise InputError(f"column {text_column!r} of {source} does not hold strings: choose another with --text-column")
+    rows = rows.select_columns([text_column])
+    return rows if text_column == "text" else rows.rename_column(text_column, "text")
+
+
+class StreamedBlocks(IterableDataset):
+    """Blocks of `block_size` tokens from a stream of documents, each document ended by the end-of-text token.
+
+    Documents come in another order at every pass (a shuffled buffer, decided by `seed`). With `packed`, blocks say where
+    documents begin, and the memory starts anew there.
+    """
+
+    def __init__(
+        self,
+        rows: datasets.IterableDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        block_size: int,
+        *,
+        packed: bool,
+        seed: int,
+    ):
+        self.rows, self.tokenizer, self.block_size = rows, tokenizer, block_size
+        self.packed, self.seed, self.epoch = packed, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        end, held = self.tokenizer.eos_token_id, []
+        rows = iter(self.rows.shuffle(seed=self.seed + self.epoch, buffer_size=SHUFFLED_DOCUMENTS))
+        while batch := [row["text"] for row in islice(rows, 64) if row["text"]]:
+            for ids in self.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+                held += [*ids, end]
+                whole = len(held) // self.block_size * self.block_size
+                if whole:
+                    yield from self._blocks(torch.tensor(held[:whole]))
+                    held = held[whole:]
+
+    def _blocks(self, ids: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+        for block in ids.view(-1, self.block_size):
+            example = {"input_ids": block, "labels": block}
+            if self.packed:
+                example["position_ids"] = document_positions(block[None], self.tokenizer.eos_token_id)[0]
+            yield example
