@@ -56,16 +56,6 @@ def test_decoding_is_one_graph(tiny_model, random_rows, form):
     assert error < 1e-5 * scale
 
 
-# Inductor itself imports what torch has deprecated.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.slow
-def test_inductor_gives_equal_numbers(tiny_model, random_rows):
-    model = tiny_model(num_hidden_layers=1, **FORMS["gd"]).eval()
-    step = torch.compile(model.forward, fullgraph=True)
-    error, scale = decode(model, step, torch.tensor(random_rows([12, 12])), prompts=(3,), num_steps=3)
-    assert error < 1e-5 * scale
-
-
 @torch.no_grad()
 def test_a_prompt_in_pieces_on_a_static_cache(tiny_model, random_rows):
     """States keep their form and addresses through prompts, single tokens and further turns."""

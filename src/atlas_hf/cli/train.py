@@ -22,7 +22,7 @@ from atlas_hf.cli.options import (
 )
 from atlas_hf.modeling.modeling_atlas import AtlasForCausalLM
 from atlas_hf.training.errors import InputError
-from atlas_hf.training.processes import Processes, joined_processes
+from atlas_hf.training.processes import ALONE, Processes, joined_processes
 from atlas_hf.training.run import Data, run_training
 from atlas_hf.training.staging import check_output, partial_folder
 from atlas_hf.training.streams import DocumentStream, StreamedBlocks, load_by_name, open_stream
@@ -221,7 +221,7 @@ def _run(arguments: argparse.Namespace, processes: Processes) -> None:
     if stream is not None:
         pieces = {"packed": arguments.pack, "seed": arguments.seed}
         data = replace(data, stream=StreamedBlocks(stream.train, tokenizer, arguments.block_size, **pieces))
-    describe(model, data)
+    describe(model, data, processes)
     skipped = {"command", "config", "resume", "overwrite", "output"}
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k not in skipped}
     settings |= {
@@ -243,8 +243,10 @@ def _run(arguments: argparse.Namespace, processes: Processes) -> None:
     print(f'Next: atlas-hf generate --model {arguments.output} --prompt "..."')
 
 
-def describe(model: PreTrainedModel, data: Data) -> None:
+def describe(model: PreTrainedModel, data: Data, processes: Processes = ALONE) -> None:
     device = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
+    if processes.count > 1:
+        device += f", on {processes.count} processes"
     print(f"Model: {model.num_parameters():,} parameters, vocabulary {model.config.vocab_size}, on {device}")
     source = "a stream that begins with " if data.stream else ""
     print(
