@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
+from training_checks import PEFT_WARNING
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="BITSANDBYTES IS NOT INSTALLED: quantisation was not tested")
@@ -41,3 +43,21 @@ def test_quantised(tiny_model, random_rows, tmp_path, kind):
     pieces = [first.logits] + [model(ids[:, t : t + 1], cache=first.cache).logits for t in range(9, 17)]
     torch.testing.assert_close(torch.cat(pieces, 1).float(), logits, rtol=2e-2, atol=2e-2 * logits.abs().max().item())
     assert model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None).shape == (2, 21)
+
+
+@PEFT_WARNING
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_on_a_quantised_model_learn(tiny_model, random_rows, tmp_path, kind):
+    options = KINDS[kind][0]
+    tiny_model(hidden_size=64, intermediate_size=64).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(**options)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
+    base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)).train()
+    ids = torch.tensor(random_rows([11, 11]))
+    model(input_ids=ids, labels=ids).loss.backward()
+    adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    assert len(adapters) == 36
+    for name, parameter in adapters.items():
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name

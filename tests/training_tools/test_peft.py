@@ -81,6 +81,18 @@ def test_modules_to_save_and_the_head(adapted, random_rows):
     assert any("embed_tokens.modules_to_save" in name for name in trained)
 
 
+def test_whole_mixers_among_the_modules_to_save(adapted, random_rows, tmp_path):
+    """What is not a linear layer (learned starts, gate biases, convolutions) trains as a part of its mixer."""
+    model, ids = adapted(["up_proj"], modules_to_save=["memory"]).train(), torch.tensor(random_rows([9]))
+    model(input_ids=ids, labels=ids).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    for part in ("memory_weights.1", "gate_bias", "conv.weight"):
+        assert any(f"memory.modules_to_save.default.{part}" in name for name in trained), part
+    first = model(input_ids=ids[:, :5], use_cache=True)
+    second = model(input_ids=ids[:, 5:], cache=first.cache).logits
+    torch.testing.assert_close(second, model(input_ids=ids).logits[:, 5:], rtol=1e-4, atol=1e-5)
+
+
 def test_training_lowers_the_loss(adapted, random_rows):
     model, ids = adapted(start=True).train(), torch.tensor(random_rows([12] * 2))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)
