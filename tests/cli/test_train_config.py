@@ -104,6 +104,16 @@ def test_no_yaml(atlas, tmp_path, content, part):
     assert "cannot be read" in atlas("train", "--config", tmp_path / "missing.yaml").err
 
 
+def test_numbers_as_yaml_reads_them(tmp_path):
+    """`1e-3` without a point is a string to YAML; names stay strings."""
+    path = tmp_path / "train.yaml"
+    path.write_text("lr: 1e-3\nset: {learning_rate_init: 1e-1, memory: gated}\ntrainer: {max_grad_norm: 5E-1}\n")
+    values = read_config(path, build_parser()._subparsers._group_actions[0].choices["train"])
+    assert values["lr"] == 1e-3
+    assert dict(values["set"]) == {"learning_rate_init": 0.1, "memory": "gated"}
+    assert dict(values["trainer"]) == {"max_grad_norm": 0.5}
+
+
 def test_muon_and_fields_of_the_trainer(from_yaml, text_file, tmp_path, monkeypatch):
     seen = []
 

@@ -37,7 +37,7 @@ def _checked(action: argparse.Action, value, path: Path):
     if isinstance(action, argparse._AppendAction):
         if not isinstance(value, dict):
             raise InputError(f"config {path}: {action.dest}={value!r} must be a mapping of fields to values")
-        return list(value.items())
+        return [(field, _number(text)) for field, text in value.items()]
     if isinstance(action, argparse._StoreTrueAction):
         if not isinstance(value, bool):
             raise InputError(f"config {path}: {action.dest}={value!r} must be true or false")
@@ -45,6 +45,14 @@ def _checked(action: argparse.Action, value, path: Path):
     if action.nargs in ("+", "*"):
         return [_converted(action, one, path) for one in (value if isinstance(value, list) else [value])]
     return _converted(action, value, path)
+
+
+def _number(value):
+    """YAML takes `1e-3`, without a point, for a string."""
+    try:
+        return float(value) if isinstance(value, str) and "e" in value.lower() else value
+    except ValueError:
+        return value
 
 
 def _converted(action: argparse.Action, value, path: Path):
