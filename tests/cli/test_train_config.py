@@ -1,6 +1,7 @@
 """`atlas-hf train` from a YAML file, with Muon, packing, streams, TensorBoard and the trainer's own fields."""
 
 import json
+import sys
 from pathlib import Path
 
 import datasets
@@ -15,7 +16,8 @@ from atlas_hf.cli.main import build_parser
 from atlas_hf.cli.options import build_config
 from atlas_hf.cli.train import training_options
 from atlas_hf.training import trainer as trainer_module
-from atlas_hf.training.tokenizer import document_positions
+from atlas_hf.training.streams import StreamedBlocks, open_stream
+from atlas_hf.training.tokenizer import document_positions, load_tokenizer
 from atlas_hf.training.trainer import training_arguments
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -160,6 +162,30 @@ def test_tensorboard(from_yaml, text_file, tmp_path):
     run = json.loads((tmp_path / "out" / "run.json").read_text())
     assert [step for step, _ in losses] == [step for step, _ in run["losses"]]
     assert [value for _, value in losses] == pytest.approx([value for _, value in run["losses"]], rel=1e-3)
+
+
+def test_without_tensorboard(train_tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    outcome = train_tiny(tmp_path / "out", "--tensorboard")
+    assert outcome.code == 2
+    assert "pip install 'atlas-hf[train]'" in outcome.err
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_loading_in_workers_reads_every_document_once(trained, documents, tmp_path, num_files):
+    paths = []
+    for i in range(num_files):
+        paths.append(tmp_path / f"{i}.parquet")
+        datasets.Dataset.from_dict({"text": documents[i::num_files]}).to_parquet(paths[-1])
+    rows = open_stream(paths, None, None, "text", hold_out=False).train
+    tokenizer = load_tokenizer(trained)
+    # Blocks of one token: nothing is left over at the end of a worker's part.
+    blocks = StreamedBlocks(rows, tokenizer, 1, packed=False, seed=0)
+    for workers in (0, 2):
+        loader = torch.utils.data.DataLoader(blocks, batch_size=1, num_workers=workers)
+        ids = [int(batch["input_ids"]) for batch in loader]
+        assert len(ids) == sum(len(tokenizer(text)["input_ids"]) + 1 for text in documents)
+        assert ids.count(tokenizer.eos_token_id) == len(documents)
 
 
 def test_positions_of_documents():

@@ -5,6 +5,7 @@ Everything is written to --output when the run is complete, and nothing before. 
 """
 
 import argparse
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,6 +186,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError("no output: name a folder with --output, or `output` in the file of --config")
     if not arguments.texts and arguments.dataset is None:
         raise InputError("no texts: name files or folders, or a dataset with --dataset")
+    if arguments.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise InputError("--tensorboard needs the package tensorboard: pip install 'atlas-hf[train]'")
     if arguments.subset is not None and arguments.dataset is None:
         raise InputError(f"--subset {arguments.subset} belongs to a dataset: name it with --dataset")
 

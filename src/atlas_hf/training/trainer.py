@@ -168,14 +168,16 @@ def train(
     """Train `model` in place on `data`; returns the trainer and the mean training loss of each logging interval, by step.
 
     Checkpoints go to `folder`; with `resume` the run goes on from the last of them, as if it had not been interrupted.
-    `board`: a folder for TensorBoard.
+    `board`: a folder for TensorBoard's log.
 
     Raises:
-        InputError: the loss is no longer a number, or TensorBoard is wanted and not installed.
+        InputError: the loss is no longer a number.
     """
     callbacks = [ProgressLines()]
     if board is not None and processes.is_main:
-        callbacks.append(TensorBoardCallback(_board_writer(board)))
+        from torch.utils.tensorboard import SummaryWriter  # needs a package that not everyone has
+
+        callbacks.append(TensorBoardCallback(SummaryWriter(log_dir=str(board))))
     use_cache = model.config.use_cache
     arguments = training_arguments(options, folder, processes)
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
@@ -188,11 +190,3 @@ def train(
     if any(math.isnan(loss) for _, loss in losses):
         raise InputError(f"learning_rate={options.learning_rate} made the loss diverge (not a number): lower --lr")
     return trainer, losses
-
-
-def _board_writer(folder: Path):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError("--tensorboard needs the package tensorboard: pip install 'atlas-hf[train]'") from error
-    return SummaryWriter(log_dir=str(folder))
