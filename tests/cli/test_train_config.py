@@ -272,6 +272,7 @@ def test_examples_are_understood(name, tmp_path, monkeypatch):
     arguments = parser.parse_args([])
     config = build_config(arguments, vocab_size=arguments.vocab_size)
     assert config.chunk_size <= arguments.block_size
+    assert config.hidden_size == {"cpu": 256, "one_gpu": 768, "several_gpus": 2048}[name]
     made = training_arguments(training_options(arguments, arguments.save_steps), tmp_path)
     for field, value in dict(arguments.trainer).items():
         if field != "fsdp_config":

@@ -1,1 +1,6 @@
 """The command line: `atlas-hf demo | train | generate | info`."""
+
+import logging
+
+# Where it is installed, transformers imports it through peft, and it complains of an optional package on stderr.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -64,8 +64,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, defaults: dict | Non
     group.add_argument("--preset", choices=PRESETS, default="atlas", help="member of the family")
     group.add_argument("--size", choices=SIZES, help="one of the paper's sizes; the flags below override it")
     for name, meaning in WIDTH_FLAGS.items():
-        default = defaults.get(name)
-        group.add_argument(f"--{name.replace('_', '-')}", type=positive_int, default=default, metavar="N", help=meaning)
+        # Not the flag's own default, which would override --size.
+        given = f"{meaning} (without --size: {defaults[name]})" if name in defaults else meaning
+        group.add_argument(f"--{name.replace('_', '-')}", type=positive_int, metavar="N", help=given)
+    parser.set_defaults(default_widths=defaults)
     group.add_argument(
         "--set",
         type=assignment,
@@ -82,7 +84,8 @@ def build_config(arguments: argparse.Namespace, **fields) -> AtlasConfig:
     Raises:
         InputError: the configuration refuses a field or a value.
     """
-    widths = {name: getattr(arguments, name) for name in WIDTH_FLAGS if getattr(arguments, name) is not None}
+    widths = {} if arguments.size else dict(arguments.default_widths)
+    widths |= {name: getattr(arguments, name) for name in WIDTH_FLAGS if getattr(arguments, name) is not None}
     try:
         return getattr(AtlasConfig, arguments.preset)(arguments.size, **{**fields, **widths, **dict(arguments.set)})
     except (StrictDataclassError, ValueError, TypeError) as error:

@@ -225,7 +225,7 @@ def _run(arguments: argparse.Namespace, processes: Processes) -> None:
         pieces = {"packed": arguments.pack, "seed": arguments.seed}
         data = replace(data, stream=StreamedBlocks(stream.train, tokenizer, arguments.block_size, **pieces))
     describe(model, data, processes)
-    skipped = {"command", "config", "resume", "overwrite", "output"}
+    skipped = {"command", "config", "default_widths", "resume", "overwrite", "output"}
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k not in skipped}
     settings |= {
         "texts": [str(path) for path in arguments.texts],
