@@ -175,10 +175,9 @@ class Chunk:
         else:
             self.slope_scaled = self.slope if by_muon else self.slope * scan.hidden_rate
         self.back = errors @ self.current  # [N, P, E]
-        slopes = scan.sources.expand_rows(self.slope_scaled).unflatten(-1, (groups, -1))
-        back = self.back.view(*slopes.shape[:-2], 1, slopes.shape[-1]) * slopes
+        slopes = scan.sources.expand_rows(self.slope_scaled)
+        back = self._stacked(self.back).view(slopes.shape) * slopes
         hidden_errors = back.view(rows, -1, self.slope.shape[-1])  # [N, P, G E]
-        self.hidden_errors = hidden_errors
         if not by_muon:
             self.writes.append(
                 GradientWrites(i, n, scan.sources, self.deltas[1], self.momenta[1], self.phi_k, hidden_errors)
@@ -197,11 +196,15 @@ class Chunk:
                 )
             self.writes.append(write)
 
+    def _stacked(self, back):
+        """`[..., E] -> [..., G E]`: the same for every hidden matrix."""
+        return back if self.scan.num_hidden == 1 else back.repeat(1, 1, self.scan.num_hidden)
+
     def _gain(self):
         """`|W1 diag(dh/du)|_F^2` of each token, see `output_gain`."""
-        self.columns = self.current.square().sum(1)  # [N, E]
-        squares = self.slope.square().unflatten(-1, (-1, self.columns.shape[-1])).sum(2)
-        return (squares @ self.columns[..., None])[..., 0]
+        self.columns = (self.current * self.current).sum(1)  # [N, E]
+        columns = self.columns.repeat(1, self.scan.num_hidden)
+        return (self.slope.square() @ columns[..., None])[..., 0]
 
     def _read_hidden(self, base):
         groups = len(self.writes) - 1
@@ -236,12 +239,11 @@ class Chunk:
         output = self.writes[0]
         if deep:
             dz, d_gram = output.read_backward(dy, grads)
-            self.dx = torch.zeros_like(self.x)
-            self.dx_stepped = torch.zeros_like(self.x)
+            by_x = torch.zeros_like(self.x) if d_gram is None else d_gram.mT @ self.z
+            other = torch.zeros_like(self.x)
+            self.dx, self.dx_stepped = (by_x, other) if self.options.output_by_muon else (other, by_x)
             if d_gram is not None:
-                by_muon = self.options.output_by_muon
-                dz.baddbmm_(d_gram, self.x if by_muon else self.x_stepped)
-                (self.dx if by_muon else self.dx_stepped).baddbmm_(d_gram.mT, self.z)
+                dz.baddbmm_(d_gram, self.x if self.options.output_by_muon else self.x_stepped)
             if i.output_start is not None:
                 dz += scan.shared_backward(dy, self.z, grads)
             self._read_hidden_backward(activate_backward(self.hidden_q, dz, scan.num_hidden), grads)
@@ -320,14 +322,14 @@ class Chunk:
     def _write_hidden_backward(self, d_back, grads):
         """Gradient by the errors from that by the back-propagated errors `[N, P, G E]`."""
         scan, sources, n = self.scan, self.scan.sources, self.n
-        slopes = sources.expand_rows(self.slope_scaled).unflatten(-1, (scan.num_hidden, -1))
-        d_back = d_back.view(slopes.shape)
-        back = self.back.view(*slopes.shape[:-2], 1, slopes.shape[-1])
-        d_scaled = sources.collect_rows((d_back * back).flatten(-2))  # [N, R, G E]
-        d_error_back = (d_back * slopes).sum(-2).view_as(self.back)
-        self.d_current = d_error_back.new_zeros(self.current.shape)
+        slopes = sources.expand_rows(self.slope_scaled)
+        d_scaled = (d_back * self._stacked(self.back)).view(slopes.shape)
+        d_scaled = sources.collect_rows(d_scaled)  # [N, R, G E]
+        d_error_back = (d_back.view(slopes.shape) * slopes).view(d_back.shape)
+        if scan.num_hidden > 1:
+            d_error_back = d_error_back.unflatten(-1, (scan.num_hidden, -1)).sum(2)
         d_errors = d_error_back @ self.current.mT
-        self.d_current.baddbmm_(self.raw_errors.mT, d_error_back)
+        self.d_current = self.raw_errors.mT @ d_error_back
         if not self.options.inner_norm:
             self.d_slope = d_scaled if self.scale is None else d_scaled * self.scale
             return d_errors
@@ -337,10 +339,10 @@ class Chunk:
         scan.in_view(grads.step_k, n).add_(d_scale * self.scale / scan.in_view(self.inputs.step_k, n))
         d_gain = torch.where(self.gain >= 1, -d_scale * self.scale / gain, 0.0)
         # gain_i = sum_e columns_e sum_g slope_ige^2
-        slope = self.slope.unflatten(-1, (-1, self.columns.shape[-1]))
-        weighted = slope * d_gain[..., None, None]
-        self.d_slope += (2 * weighted * self.columns[:, None, None]).flatten(-2)
-        self.d_current.addcmul_(self.current, (weighted * slope).sum((1, 2))[:, None], value=2)
+        weighted = self.slope * d_gain[..., None]
+        self.d_slope.addcmul_(weighted, self.columns.repeat(1, scan.num_hidden)[:, None], value=2)
+        d_columns = weighted.mul_(self.slope).sum(1).unflatten(-1, (scan.num_hidden, -1)).sum(1)
+        self.d_current.addcmul_(self.current, d_columns[:, None], value=2)
         return d_errors
 
     def _errors_backward(self, grad, d_deltas, d_momenta, grads):

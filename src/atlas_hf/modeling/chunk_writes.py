@@ -66,6 +66,16 @@ class Sources:
         return (self.selection * grad).sum(-2)
 
 
+def decayed(base, moved, a):
+    """`base + a * moved`, a new tensor; `base` may be None."""
+    return moved * a if base is None else torch.addcmul(base, moved, a)
+
+
+def inner_product(x, y):
+    """`[N, out, in], [N, out, in] -> [N]`."""
+    return (x * y).sum((-2, -1))
+
+
 class GradientWrites:
     """gd: the writes' sum is a linear attention over the sources (recurrence, section 5)."""
 
@@ -78,9 +88,7 @@ class GradientWrites:
         i, n = self.inputs, self.n
         self.z, self.gram = z, gram
         self.moved = z @ self.delta.mT
-        value = self.moved * i.a[:, n, :, None]
-        if base is not None:
-            value += base
+        value = decayed(base, self.moved, i.a[:, n, :, None])
         if self.momentum is not None:
             self.carried = z @ self.momentum.mT
             value.addcmul_(self.carried, i.m[:, n, :, None], value=-1)
@@ -124,7 +132,7 @@ class GradientWrites:
     def end_backward(self, d_delta, d_momentum, grads: ChunkInputs):
         """Gradient by `x`; those by `D`, `S` and the errors are added to what `read_backward` left."""
         i, n = self.inputs, self.n
-        grads.a_end[:, n] += (self.delta * d_delta).sum((-2, -1))
+        grads.a_end[:, n] += inner_product(self.delta, d_delta)
         self.d_delta.addcmul_(d_delta, i.a_end[:, n, None, None])
         d_errors = -(self.x @ d_delta.mT)
         dx = -(self.end_errors @ d_delta)
@@ -132,8 +140,8 @@ class GradientWrites:
         self.d_errors.baddbmm_(self.end_map.mT, d_errors)
         if self.momentum is None:
             return dx
-        grads.m_end[:, n] -= (self.momentum * d_delta).sum((-2, -1))
-        grads.beta_end[:, n] += (self.momentum * d_momentum).sum((-2, -1))
+        grads.m_end[:, n] -= inner_product(self.momentum, d_delta)
+        grads.beta_end[:, n] += inner_product(self.momentum, d_momentum)
         self.d_momentum.addcmul_(d_delta, i.m_end[:, n, None, None], value=-1)
         self.d_momentum.addcmul_(d_momentum, i.beta_end[:, n, None, None])
         d_errors = self.x @ d_momentum.mT
@@ -172,9 +180,7 @@ class MuonWrites:
         i, n = self.inputs, self.n
         self.z, self.gram = z, gram
         self.moved = z @ self.delta.mT
-        value = self.moved * i.a[:, n, :, None]
-        if base is not None:
-            value += base
+        value = decayed(base, self.moved, i.a[:, n, :, None])
         self.read_weights = (i.sizes[:, n, :, :, None] * gram[:, :, None, :]).flatten(2)  # [N, b, W R]
         return value.baddbmm_(self.read_weights, self.steps.flatten(1, 2), alpha=-self.rate)
 
@@ -198,7 +204,7 @@ class MuonWrites:
 
     def end_backward(self, d_delta, d_momentum, grads: ChunkInputs):
         i, n = self.inputs, self.n
-        grads.a_end[:, n] += (self.delta * d_delta).sum((-2, -1))
+        grads.a_end[:, n] += inner_product(self.delta, d_delta)
         self.d_delta.addcmul_(d_delta, i.a_end[:, n, None, None])
         d_combined = (self.x @ d_delta.mT).mul_(-self.rate)
         self.d_steps.addcmul_(i.end_sizes[:, n, :, None, None], d_combined[:, None])
@@ -240,9 +246,7 @@ class DenseMuonWrites:
         i, n = self.inputs, self.n
         self.z = z
         self.moved = z @ self.delta.mT
-        value = self.moved * i.a[:, n, :, None]
-        if base is not None:
-            value += base
+        value = decayed(base, self.moved, i.a[:, n, :, None])
         self.each = z[:, None] @ self.matrices.mT  # [N, W, b, out]
         return value.sub_((i.sizes[:, n].mT[..., None] * self.each).sum(1), alpha=self.rate)
 
@@ -267,7 +271,7 @@ class DenseMuonWrites:
 
     def end_backward(self, d_delta, d_momentum, grads: ChunkInputs):
         i, n = self.inputs, self.n
-        grads.a_end[:, n] += (self.delta * d_delta).sum((-2, -1))
+        grads.a_end[:, n] += inner_product(self.delta, d_delta)
         self.d_delta.addcmul_(d_delta, i.a_end[:, n, None, None])
         grads.end_sizes[:, n] -= self.rate * (self.matrices * d_delta[:, None]).sum((-2, -1))
         self.d_steps -= self.rate * i.end_sizes[:, n, :, None, None] * d_delta[:, None]
