@@ -86,7 +86,8 @@ def test_long_decode_does_not_drift(small_model, random_ids, logits_in_pieces, p
     error = (logits - expected).abs().amax((0, 2)) / expected.abs().max()
     early, late = error[3:103].max(), error[103:].max()
     assert late < unit
-    assert late < 4 * early
+    # Below a tenth of the unit both are the rounding of a single token
+    assert late < 4 * max(early, unit / 10)
 
 
 @torch.no_grad()

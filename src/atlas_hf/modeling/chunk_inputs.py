@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from .memory_network import stack_hidden
+from .newton_schulz import precise
 from .recurrence_operator import Call, complete_rows
 from .recurrence_state import INNER_NORM_EPS, Grid
 
@@ -37,7 +38,7 @@ class ChunkInputs(NamedTuple):
     phi_q: torch.Tensor  # [N, L, F]
     base_q: torch.Tensor | None
     output_start: torch.Tensor | None  # a deep memory's W1 [H, V, E], where the memory fades to its start
-    gram_kk: torch.Tensor | None  # phi(k) . phi(k) [N, n, R, R]; written by gd, its columns times step_k
+    gram_kk: torch.Tensor | None  # phi(k) . phi(k) [N, n, R, R]; for Muon in double, for gd with columns times step_k
     gram_qk: torch.Tensor  # phi(q) . phi(k) [N, n, b, R]; likewise if the memory is linear
     # Decays (recurrence, section 5): a_t, what is left of D, and m_t of S, after and before each write; at the chunk's end
     a: torch.Tensor  # [N, n, b]
@@ -110,7 +111,9 @@ def gather_inputs(grid: Grid, call: Call, pairwise: bool) -> ChunkInputs:
     scale = None if deep or output_muon or step_k is None else in_view(step_k)[..., None, :]
     gram_kk = None
     in_token_space = hidden_muon and options.momentum != "carry"
-    if in_token_space or (options.errors_follow_writes and not deep):
+    if in_token_space:
+        gram_kk = kernel(precise(k_view), precise(k_view))
+    elif options.errors_follow_writes and not deep:
         gram_kk = kernel(k_view, k_view) if scale is None else kernel(k_view, k_view) * scale
     gram_qk = kernel(q.unflatten(2, (-1, b)), k_view)
     gram_qk = gram_qk if scale is None else gram_qk * scale

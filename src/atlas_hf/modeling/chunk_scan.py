@@ -13,6 +13,7 @@ import torch
 from .chunk_inputs import ChunkInputs, shared_product
 from .chunk_writes import DenseMuonWrites, GradientWrites, MuonWrites, Sources
 from .memory_network import activate, activate_backward, activate_with_derivative, derivative_backward
+from .newton_schulz import precise
 from .recurrence_state import INNER_NORM_EPS
 
 
@@ -156,7 +157,8 @@ class Chunk:
                 scan.output_rate,
                 self.options,
             )
-        self.gram_x = self.x @ self.x.mT if self.matrices > 1 else self.inputs.gram_kk[:, n]
+        x = precise(self.x)
+        self.gram_x = x @ x.mT if self.matrices > 1 else self.inputs.gram_kk[:, n]
         return MuonWrites(
             self.inputs, n, scan.sources, self.deltas[0], self.x, stepped, self.gram_x, scan.output_rate, self.options
         )
@@ -279,7 +281,7 @@ class Chunk:
                 if to_features or not deep:
                     grads.gram_kk[:, n] += d_gram_x
                 else:
-                    self.dx.baddbmm_(d_gram_x + d_gram_x.mT, self.x)
+                    self.dx.baddbmm_((d_gram_x + d_gram_x.mT).to(self.x.dtype), self.x)
             d_hidden.append((d_delta, d_momentum, d_errors))
         d_deltas, d_momenta = [d_hidden[0][0]], [d_hidden[0][1]]
         d_errors = d_hidden[0][2]

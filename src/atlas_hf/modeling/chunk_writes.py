@@ -14,7 +14,7 @@ order `read_backward`, `end_backward`, `finish`. Gradients by the chunk's inputs
 import torch
 
 from .chunk_inputs import ChunkInputs
-from .newton_schulz import newton_schulz, newton_schulz_factors_backward, newton_schulz_factors_forward
+from .newton_schulz import newton_schulz, newton_schulz_factors_backward, newton_schulz_factors_forward, precise
 
 
 class Sources:
@@ -159,7 +159,7 @@ class MuonWrites:
     """Muon without carried momentum, in token space (recurrence, section 6).
 
     A write's momentum is `S_n = E_n^T X`, `E_n [R, out]` the errors of the tokens in view as decayed and summed by `n`;
-    `NS(S_n) = E_n^T C_n X` needs the Gram matrices of `E_n` and `X` alone.
+    `NS(S_n) = E_n^T C_n X` needs the Gram matrices of `E_n` and `X` alone; `gram_x [N, R, R]` comes in double precision.
     """
 
     def __init__(self, inputs: ChunkInputs, n: int, sources: Sources, delta, x, errors, gram_x, rate: float, options):
@@ -168,12 +168,14 @@ class MuonWrites:
         # One tall product for all writes: W R rows
         self.spread = sources.weighted(inputs.accumulated[:, n]).flatten(1, 2)
         self.summed = (self.spread @ errors).unflatten(1, (-1, x.shape[1]))  # E_n [N, W, R, out]
-        self.factors, self.tape = newton_schulz_factors_forward(
-            self.summed @ self.summed.mT,
+        self.summed_precise = precise(self.summed)
+        factors, self.tape = newton_schulz_factors_forward(
+            self.summed_precise @ self.summed_precise.mT,
             gram_x[:, None],
             options.newton_schulz_steps,
             options.newton_schulz_coefficients,
         )
+        self.factors = factors.to(self.summed.dtype)
         self.steps = self.factors.mT @ self.summed  # C_n^T E_n [N, W, R, out]
 
     def read(self, z, gram, base):
@@ -213,9 +215,10 @@ class MuonWrites:
 
     def finish(self, grads: ChunkInputs):
         n = self.n
-        d_gram, d_gram_x = newton_schulz_factors_backward(self.tape, self.summed @ self.d_steps.mT)
+        d_factors = self.summed_precise @ self.d_steps.to(self.summed_precise.dtype).mT
+        d_gram, d_gram_x = newton_schulz_factors_backward(self.tape, d_factors)
         d_summed = self.factors @ self.d_steps
-        d_summed = d_summed.add_((d_gram + d_gram.mT) @ self.summed).flatten(1, 2)
+        d_summed = d_summed.add_((d_gram + d_gram.mT) @ self.summed_precise).flatten(1, 2)
         d_spread = (d_summed @ self.errors.mT).unflatten(1, (-1, self.x.shape[1]))
         grads.accumulated[:, n] += self.sources.weighted_backward(d_spread)
         return self.d_delta, None, self.spread.mT @ d_summed, d_gram_x[:, 0], None
