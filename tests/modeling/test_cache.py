@@ -253,7 +253,9 @@ def test_refuses_what_is_not_its_own(small_model, random_ids, logits_in_pieces):
     with pytest.raises(ValueError, match="cache holds 2 rows, but the batch has 3"):
         model(random_ids(3, 2), cache=cache)
     _, cache = logits_in_pieces(small_model(chunk_size=8), ids, [6])
-    with pytest.raises(ValueError, match="initial_state"):
+    with pytest.raises(
+        ValueError, match=r"the cache was .* with chunk_size=8 \(this model: 4\): go on with that model"
+    ):
         model(ids[:, :1], cache=cache)
 
 

@@ -14,6 +14,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto import modeling_auto
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
@@ -21,6 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .cache_atlas import check_cache, positions_seen
+from .checkpoint_fit import check_fit
 from .configuration_atlas import LAYER_TYPE, AtlasConfig
 from .memory_layer import AtlasMemory
 from .sequence_layout import SequenceLayout
@@ -87,6 +89,22 @@ class AtlasPreTrainedModel(PreTrainedModel):
         # A configuration may have been changed since it was checked.
         config.validate()
         super().__init__(config, *inputs, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        """As `PreTrainedModel.from_pretrained`, but a checkpoint that contradicts its configuration is refused by field.
+
+        Raises:
+            RuntimeError: names the field, its value and the one that the weights have.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        ignore = kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        if not ignore:
+            check_fit(model, info)
+        return (model, info) if wants_info else model
 
     @torch.no_grad()
     def initialize_weights(self):
@@ -202,7 +220,7 @@ class AtlasModel(AtlasPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         batch, num_tokens = inputs_embeds.shape[:2]
-        check_cache(cache, self.config.num_hidden_layers, batch)
+        check_cache(cache, self.config, batch, self.norm.weight.dtype)
         past = positions_seen(cache)
         mask = _check_mask(attention_mask, batch, num_tokens, past)
         segments = _packed_segments(kwargs, position_ids, mask, batch, num_tokens, inputs_embeds.device, past)
@@ -274,3 +292,7 @@ class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreT
 
 class AtlasForTokenClassification(GenericForTokenClassification, AtlasPreTrainedModel):
     """Atlas with a classifier on every token."""
+
+
+# Trainer's label smoothing knows causal models by the names in this table only, in remote code too.
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AtlasConfig.model_type] = AtlasForCausalLM.__name__
