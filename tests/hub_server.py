@@ -26,9 +26,10 @@ DATE = "2026-01-01T00:00:00.000Z"
 class HubError(Exception):
     """An answer that the client turns into its own exception by the name in a header."""
 
-    def __init__(self, status: int, name: str, message: str, headers: dict | None = None):
+    def __init__(self, status: int, name: str, message: str, headers: dict | None = None, content: dict | None = None):
         super().__init__(message)
         self.status = status
+        self.content = {"error": message, **(content or {})}
         self.headers = {"X-Error-Code": name, "X-Error-Message": message, **(headers or {})}
 
 
@@ -160,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
                         return
             raise HubError(404, "NotFound", f"{self.command} {address.path} is not served here")
         except HubError as error:
-            self._answer(error.status, {"error": str(error)}, error.headers)
+            self._answer(error.status, error.content, error.headers)
 
     do_POST = do_PUT = do_HEAD = do_DELETE = do_GET
 
@@ -203,12 +204,13 @@ class Handler(BaseHTTPRequestHandler):
         kind, name = wanted.get("type") or "model", wanted["name"].split("/")[-1]
         name = f"{wanted.get('organization') or USER}/{name}"
         url = f"{self.hub.endpoint}/{'datasets/' if kind == 'dataset' else ''}{name}"
+        answer = {"url": url, "name": name, "id": "0" * 24}
         if (kind, name) in self.hub.repositories:
-            raise HubError(409, "Conflict", "You already created this repo")
+            raise HubError(409, "Conflict", "You already created this repo", content=answer)
         private = bool(wanted.get("private")) or wanted.get("visibility") == "private"
         repository = self.hub.repositories[kind, name] = Repository(kind, name, private)
         repository.commit("main", {}, "initial commit")
-        return {"url": url, "name": name, "id": "0" * 24}
+        return answer
 
     def put_lfs(self, oid):
         if hashlib.sha256(self._body).hexdigest() != oid:

@@ -1,1 +1,1 @@
-"""The command line: `atlas-hf demo | train | generate | info`."""
+"""The command line: `atlas-hf demo | train | generate | info | export | evaluate`."""
