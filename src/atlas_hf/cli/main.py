@@ -9,10 +9,10 @@ import datasets
 from transformers.utils import logging
 
 import atlas_hf
-from atlas_hf.cli import demo, export, generate, info, train
+from atlas_hf.cli import demo, evaluate, export, generate, info, train
 from atlas_hf.training.errors import InputError
 
-COMMANDS = {"demo": demo, "train": train, "generate": generate, "info": info, "export": export}
+COMMANDS = {"demo": demo, "train": train, "generate": generate, "info": info, "evaluate": evaluate, "export": export}
 INPUT_ERROR = 2
 INTERRUPTED = 130
 
