@@ -27,6 +27,9 @@ from .configuration_atlas import LAYER_TYPE, AtlasConfig
 from .memory_layer import AtlasMemory
 from .sequence_layout import SequenceLayout
 
+# Labels of this value are no labels.
+IGNORED = -100
+
 
 class AtlasRMSNorm(nn.Module):
     """Root-mean-square norm, taken in float32 (float64 for float64 models)."""
@@ -266,7 +269,8 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits `[B, T, vocab]` (the last `logits_to_keep` of them, if given) and, with `labels [B, T]`, the loss.
 
-        Arguments as for `AtlasModel.forward`; labels of -100 are ignored, and shifted inside.
+        Arguments as for `AtlasModel.forward`; labels of -100 are ignored, and shifted inside. Without any other label the
+        loss is zero, and so are the gradients.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
@@ -281,6 +285,9 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            targets = labels[..., 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+            # The mean over no label is not a number; a batch without any is one to learn nothing from.
+            loss = torch.where((targets != IGNORED).any().to(loss.device), loss, 0)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
