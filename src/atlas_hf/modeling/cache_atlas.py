@@ -109,8 +109,13 @@ class AtlasCacheLayer(CacheLayerMixin):
         return other
 
     def __deepcopy__(self, memo) -> "AtlasCacheLayer":
-        # States may be part of a graph, and what is recorded refers to the model: neither is to be copied.
-        return self.snapshot()
+        # States may be part of a graph, and what is recorded refers to the model: neither can be copied as it stands.
+        other = self.snapshot()
+        other._copy_tensors()
+        return other
+
+    def _copy_tensors(self) -> None:
+        self.states = {name: state.clone() for name, state in self.states.items()}
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -179,10 +184,13 @@ class AtlasStaticCacheLayer(AtlasCacheLayer):
 
     def snapshot(self) -> "AtlasStaticCacheLayer":
         other = copy.copy(self)
-        other.cumulative_length = self.cumulative_length.clone()
-        other.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        other.states = other.buffers if self.is_initialized else {}
+        other._copy_tensors()
         return other
+
+    def _copy_tensors(self) -> None:
+        self.cumulative_length = self.cumulative_length.clone()
+        self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        self.states = self.buffers if self.is_initialized else {}
 
     def reset(self) -> None:
         self.states, self.is_initialized = {}, False  # the buffers keep their addresses
