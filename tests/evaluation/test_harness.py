@@ -15,11 +15,7 @@ from atlas_hf.evaluation.harness import evaluate_tasks, scores
 from atlas_hf.evaluation.streaming import streamed_loss
 
 NAMES = ["atlas_local_choice", "atlas_local_written", "atlas_local_pages"]
-pytestmark = [
-    pytest.mark.slow,
-    # lm-eval and what it imports; none of it is about this package.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
