@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import set_seed
 
+from hub_server import LoopbackHub
+
 
 def pytest_configure(config):
     torch.set_num_threads(1)
@@ -29,6 +31,13 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _seeded():
     set_seed(0)
+
+
+@pytest.fixture
+def hub():
+    """An empty Hub on loopback. Its clients are processes of their own: this one reads the real address at import."""
+    with LoopbackHub() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

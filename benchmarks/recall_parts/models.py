@@ -10,9 +10,9 @@ from torch import nn
 from transformers import initialization
 
 from atlas_hf import AtlasConfig
+from atlas_hf.modeling.chunk_inputs import log_products
 from atlas_hf.modeling.memory_layer import AtlasMemory, HeadRMSNorm
 from atlas_hf.modeling.modeling_atlas import AtlasMLP, AtlasRMSNorm
-from atlas_hf.modeling.recurrence_chunk import log_products
 from atlas_hf.modeling.short_convolution import ShortConvolution
 
 WIDTH, HEADS, LAYERS = 64, 2, 2

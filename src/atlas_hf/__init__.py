@@ -9,6 +9,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from atlas_hf.memory_files import copy_memory, load_memory, save_memory
 from atlas_hf.modeling.cache_atlas import AtlasCacheLayer, detach_cache
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
 from atlas_hf.modeling.modeling_atlas import (
@@ -29,7 +30,10 @@ __all__ = [
     "AtlasForTokenClassification",
     "AtlasModel",
     "AtlasPreTrainedModel",
+    "copy_memory",
     "detach_cache",
+    "load_memory",
+    "save_memory",
 ]
 
 AutoConfig.register("atlas", AtlasConfig, exist_ok=True)
@@ -44,5 +48,5 @@ for _factory, _mapping, _model in (
     (AutoModelForTokenClassification, "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", AtlasForTokenClassification),
 ):
     _factory.register(AtlasConfig, _model, exist_ok=True)
-    # Trainer's label smoothing knows causal models by these tables of names only.
+    # The library's own tests, and tools like them, know models by these tables of names.
     getattr(modeling_auto, _mapping)["atlas"] = _model.__name__

@@ -86,7 +86,8 @@ def test_long_decode_does_not_drift(small_model, random_ids, logits_in_pieces, p
     error = (logits - expected).abs().amax((0, 2)) / expected.abs().max()
     early, late = error[3:103].max(), error[103:].max()
     assert late < unit
-    assert late < 4 * early
+    # Below a tenth of the unit both are the rounding of a single token
+    assert late < 4 * max(early, unit / 10)
 
 
 @torch.no_grad()
@@ -252,7 +253,9 @@ def test_refuses_what_is_not_its_own(small_model, random_ids, logits_in_pieces):
     with pytest.raises(ValueError, match="cache holds 2 rows, but the batch has 3"):
         model(random_ids(3, 2), cache=cache)
     _, cache = logits_in_pieces(small_model(chunk_size=8), ids, [6])
-    with pytest.raises(ValueError, match="initial_state"):
+    with pytest.raises(
+        ValueError, match=r"the cache was .* with chunk_size=8 \(this model: 4\): go on with that model"
+    ):
         model(ids[:, :1], cache=cache)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `atlas-hf demo | train | generate | info`."""
+"""The command line: `atlas-hf demo | train | generate | info | export | evaluate`."""
 
 import logging
 

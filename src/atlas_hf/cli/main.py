@@ -9,11 +9,11 @@ import datasets
 from transformers.utils import logging
 
 import atlas_hf
-from atlas_hf.cli import demo, generate, info, train
+from atlas_hf.cli import demo, evaluate, export, generate, info, train
 from atlas_hf.cli.config_file import read_config
 from atlas_hf.training.errors import InputError
 
-COMMANDS = {"demo": demo, "train": train, "generate": generate, "info": info}
+COMMANDS = {"demo": demo, "train": train, "generate": generate, "info": info, "evaluate": evaluate, "export": export}
 INPUT_ERROR = 2
 INTERRUPTED = 130
 

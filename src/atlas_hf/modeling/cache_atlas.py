@@ -1,11 +1,14 @@
 """The one file that talks to transformers' cache: a layer that holds a memory of fixed size instead of keys and values."""
 
+import copy
+
 import torch
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
 from transformers.utils import is_torchdynamo_compiling
 
-from .configuration_atlas import LAYER_TYPE
+from .configuration_atlas import LAYER_TYPE, AtlasConfig
+from .memory_origin import check_origin, origin_of
 
 
 class AtlasCacheLayer(CacheLayerMixin):
@@ -30,6 +33,8 @@ class AtlasCacheLayer(CacheLayerMixin):
         self.record_past = False
         # (states before the first recorded forward, [(replay, its inputs, number of tokens), ...])
         self._recorded = None
+        # What `origin_of` says of the model that writes here; `None` until the first forward pass.
+        self.origin: dict | None = None
 
     def get_states(self) -> dict[str, torch.Tensor] | None:
         """The states to go on from; `None` at a sequence's start."""
@@ -106,6 +111,21 @@ class AtlasCacheLayer(CacheLayerMixin):
             pending = [(f, tuple(x if x is None else x.detach() for x in xs), n) for f, xs, n in pending]
             self._recorded = (before, pending)
 
+    def snapshot(self) -> "AtlasCacheLayer":
+        """A layer in the same state, from then on independent; no tensor is copied, since none is written in place."""
+        other = copy.copy(self)
+        other.states = dict(self.states)
+        return other
+
+    def __deepcopy__(self, memo) -> "AtlasCacheLayer":
+        # States may be part of a graph, and what is recorded refers to the model: neither can be copied as it stands.
+        other = self.snapshot()
+        other._copy_tensors()
+        return other
+
+    def _copy_tensors(self) -> None:
+        self.states = {name: state.clone() for name, state in self.states.items()}
+
     def activate_past_recording(self) -> None:
         self.record_past = True
 
@@ -175,6 +195,16 @@ class AtlasStaticCacheLayer(AtlasCacheLayer):
         for buffer in self.buffers.values():
             buffer.detach_()
 
+    def snapshot(self) -> "AtlasStaticCacheLayer":
+        other = copy.copy(self)
+        other._copy_tensors()
+        return other
+
+    def _copy_tensors(self) -> None:
+        self.cumulative_length = self.cumulative_length.clone()
+        self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        self.states = self.buffers if self.is_initialized else {}
+
     def reset(self) -> None:
         self.states, self.is_initialized = {}, False  # the buffers keep their addresses
         self.cumulative_length.zero_()
@@ -201,21 +231,40 @@ def positions_seen(cache: Cache | None) -> int | torch.Tensor:
     return 0 if cache is None else cache.get_seq_length()
 
 
-def check_cache(cache: Cache | None, num_layers: int, batch: int) -> None:
-    """Refuse a cache whose layers cannot hold a memory, or hold that of another number of rows.
+def _adopt(cache: Cache) -> None:
+    """Replace fresh layers of another copy of this file by own ones.
 
-    Layers are known by their methods, not by class: another copy of this file, loaded as remote code, registers a class
-    of its own for the same layer type.
+    The table of layer types is one for the process, and another revision, loaded as remote code, enters a class of its own
+    there: whichever is imported last makes the layers of every new cache.
     """
-    if cache is None:
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, AtlasCacheLayer) or layer.is_initialized:
+            continue
+        if any(base.__name__ == AtlasCacheLayer.__name__ for base in type(layer).__mro__):
+            cache.layers[i] = AtlasStaticCacheLayer() if layer.is_compileable else AtlasCacheLayer()
+            cache.layers[i].record_past = layer.record_past
+
+
+def check_cache(cache: Cache | None, config: AtlasConfig, batch: int, dtype: torch.dtype) -> None:
+    """Refuse a cache whose layers cannot hold a memory, or hold that of another model or number of rows.
+
+    Layers that have seen tokens are known by their methods, not by class: another copy of this file may have made them.
+    """
+    if cache is None or torch.compiler.is_compiling():
         return
+    _adopt(cache)
+    num_layers = config.num_hidden_layers
     if len(cache.layers) < num_layers or not all(hasattr(layer, "update_states") for layer in cache.layers):
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
         raise ValueError(
             f"cache has {len(cache.layers)} layers of type {', '.join(kinds) or 'none'}; an Atlas model with {num_layers} "
             "blocks needs `DynamicCache(config=model.config)`"
         )
-    for state in (cache.layers[0].get_states() or {}).values():
+    first, origin = cache.layers[0], origin_of(config, dtype)
+    if first.is_initialized and getattr(first, "origin", None) is not None:
+        check_origin(first.origin, origin, "the cache")
+    first.origin = origin
+    for state in (first.get_states() or {}).values():
         if state.shape[0] != batch:
             raise ValueError(
                 f"cache holds {state.shape[0]} rows, but the batch has {batch}: go on with the rows it has seen"

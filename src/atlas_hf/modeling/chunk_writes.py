@@ -1,142 +1,295 @@
-"""How one matrix of the memory is written inside a chunk, in the dual form: no matrix per token is built.
+"""How one matrix of the memory is read and written inside a chunk, in the dual form, forwards and backwards.
 
-Legend: b tokens of the chunk, R tokens in view (c - 1 earlier ones and the chunk's), W written positions, P error sources:
-the R tokens, or with exact errors the b c pairs of a write and a token of its window, `p = (n, m)` with `i(p) = n + m`;
-`e_p [P, out]` errors, `x_i [R, in]` inputs. Everything has leading axes `[H, B]`.
+Legend: N rows (head and batch), b tokens of the chunk, c window, R = b + c - 1 tokens in view, W written positions, P error
+sources: the R tokens, or the b c pairs of a write and a token of its window, `p = (n, m)` with `i(p) = n + m`; `e_p [P, out]`
+errors with the normalised step's weights in them, `x_i [R, in]` inputs, `z [b, in]` what is read.
 
-Every class gives, for its matrix, what the writes up to token `t` took away:
+    W_t z = M_0 z + a_t D z - m_t S z - offset_t(z)        D = W - M_0, S momentum, both at the chunk's start
+    gd:    offset_t(z) = sum_p w_p[t] e_p (x_i(p) . z)      Muon:  offset_t(z) = sum_n s_n[t] E_n^T C_n (X z)
 
-    W_t z = W_0 z + a_t D z - m_t S z - offset_t(z)         D, S at the chunk's start
+Each class holds what its forward half made, and turns the gradients by its results into those by its arguments: in the
+order `read_backward`, `end_backward`, `finish`. Gradients by the chunk's inputs are added to `grads`.
 """
 
-from dataclasses import dataclass
-
 import torch
-from torch.nn.functional import pad
 
-from .newton_schulz import newton_schulz, newton_schulz_factors
-
-
-@dataclass
-class Decays:
-    """Products of one chunk's gates: `L_a`, `L_h` (None without momentum), `a_t`, and `m_t`, `beta_t` if carried."""
-
-    retention: torch.Tensor  # L_a [b, b]
-    momentum: torch.Tensor | None  # L_h [b, b]
-    eta: torch.Tensor  # [b]
-    a: torch.Tensor  # [b]
-    m: torch.Tensor | None  # [b]
-    beta: torch.Tensor | None  # [b]
-    gd: torch.Tensor  # Q = L_a L_h diag(eta) [b, b]
+from .chunk_inputs import ChunkInputs
+from .newton_schulz import newton_schulz, newton_schulz_factors_backward, newton_schulz_factors_forward, precise
 
 
-def to_sources(x: torch.Tensor, window: int | None, dim: int) -> torch.Tensor:
-    """Token quantities for every source: `x` at `i(p)` along `dim`, -1 or -2 (`window=None`: sources are tokens)."""
-    if window is None:
-        return x
-    pairs = x.unfold(dim, window, 1)
-    return pairs.flatten(-2) if dim == -1 else pairs.transpose(-1, -2).flatten(-3, -2)
+class Sources:
+    """The map from error sources to the tokens in view, `i(p)`."""
+
+    def __init__(self, chunk_size: int, window: int, pairwise: bool, like: torch.Tensor):
+        self.b, self.c, self.pairwise = chunk_size, window, pairwise
+        self.view = chunk_size + window - 1
+        tokens = torch.arange(self.view, device=like.device)
+        of_source = (tokens[:chunk_size, None] + tokens[:window]).flatten() if pairwise else tokens
+        self.selection = (tokens[:, None] == of_source).to(like.dtype)  # [R, P]
+
+    def expand_rows(self, x):
+        """`[N, R, D] -> [N, b, c, D]`, a view; tokens stay `[N, R, D]`."""
+        return x.unfold(1, self.c, 1).transpose(-1, -2) if self.pairwise else x
+
+    def collect_rows(self, x):
+        """Add up each token's sources, the adjoint of `expand_rows`: `[N, b, c, D] -> [N, R, D]`."""
+        if not self.pairwise:
+            return x
+        total = x.new_zeros(x.shape[0], self.view, x.shape[-1])
+        for m in range(self.c):
+            total[:, m : m + self.b] += x[:, :, m]
+        return total
+
+    def expand_columns(self, x):
+        """`[..., R] -> [..., b, c]`, a view; tokens stay `[..., R]`."""
+        return x.unfold(-1, self.c, 1) if self.pairwise else x
+
+    def collect_columns(self, x):
+        """The adjoint of `expand_columns`."""
+        if not self.pairwise:
+            return x
+        total = x.new_zeros(*x.shape[:-2], self.view)
+        for m in range(self.c):
+            total[..., m : m + self.b] += x[..., m]
+        return total
+
+    def grouped(self, x):
+        """`[..., P] -> [..., b, c]`, as `expand_columns` gives it."""
+        return x.unflatten(-1, (self.b, self.c)) if self.pairwise else x
+
+    def weighted(self, weights):
+        """`[..., P] -> [..., R, P]`: the matrix that weighs the sources and adds them up token by token."""
+        return self.selection * weights[..., None, :]
+
+    def weighted_backward(self, grad):
+        """`[..., R, P] -> [..., P]`."""
+        return (self.selection * grad).sum(-2)
 
 
-def pairs_by_token(x: torch.Tensor, window: int) -> torch.Tensor:
-    """Pairs ordered by their token: `[..., P, out] -> [..., R, c, out]`, zero where a token has no such pair."""
-    pairs = x.unflatten(-2, (-1, window))
-    shifted = [pad(pairs[..., m, :], (0, 0, m, window - 1 - m)) for m in range(window)]
-    return torch.stack(shifted, -2)
+def decayed(base, moved, a):
+    """`base + a * moved`, a new tensor; `base` may be None."""
+    return moved * a if base is None else torch.addcmul(base, moved, a)
 
 
-def sum_over_tokens(x: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Add up the sources of each token: `[..., P, out] -> [..., R, out]`."""
-    return x if window is None else pairs_by_token(x, window).sum(-2)
-
-
-def errors_at_writes(decays: Decays, source_weights, errors, window, positions) -> torch.Tensor:
-    """`E_t [W, R, out]`: every token's errors, weighted and decayed as the momentum of the writes at `positions` has them."""
-    accumulated = source_weights if decays.momentum is None else decays.momentum @ source_weights
-    accumulated = accumulated[..., positions, :]  # [W, P]
-    if window is None:
-        return accumulated[..., None] * errors[..., None, :, :]
-    # A token has one pair in each of c windows: c terms for every write, summed by a matrix product for each token.
-    terms = pairs_by_token(errors, window)  # [R, c, out]
-    weights = pairs_by_token(accumulated.transpose(-1, -2), window).transpose(-1, -2)  # [R, W, c]
-    return (weights @ terms).transpose(-3, -2)
+def inner_product(x, y):
+    """`[N, out, in], [N, out, in] -> [N]`."""
+    return (x * y).sum((-2, -1))
 
 
 class GradientWrites:
-    """gd: `offset_t(z) = sum_p w_p[t] e_p (x_i(p) . z)`, the writes' sum a linear attention (recurrence, section 5)."""
+    """gd: the writes' sum is a linear attention over the sources (recurrence, section 5)."""
 
-    def __init__(self, decays: Decays, source_weights, errors, window):
-        # source_weights [b, P]: weight of each source in the window that ends at t
-        self.decays, self.errors, self.window, self.source_weights = decays, errors, window, source_weights
-        self.weights = decays.gd @ source_weights
+    def __init__(self, inputs: ChunkInputs, n: int, sources: Sources, delta, momentum, x, errors):
+        self.inputs, self.n, self.sources = inputs, n, sources
+        self.delta, self.momentum, self.x, self.errors = delta, momentum, x, errors
 
-    def offset(self, z, gram):
-        """`z [b, in]` and `gram = z x^T [b, R]` to `[b, out]`."""
-        return (self.weights * to_sources(gram, self.window, -1)) @ self.errors
+    def read(self, z, gram, base):
+        """`W_t z_t` for each token: `z [N, b, in]`, `gram = z x^T [N, b, R]`, `base = M_0 z` or None -> `[N, b, out]`."""
+        i, n = self.inputs, self.n
+        self.z, self.gram = z, gram
+        self.moved = z @ self.delta.mT
+        value = decayed(base, self.moved, i.a[:, n, :, None])
+        if self.momentum is not None:
+            self.carried = z @ self.momentum.mT
+            value.addcmul_(self.carried, i.m[:, n, :, None], value=-1)
+        weights = self.sources.grouped(i.weights[:, n]) * self.sources.expand_columns(gram)
+        self.read_weights = weights.flatten(2)
+        return value.baddbmm_(self.read_weights, self.errors, alpha=-1)
 
-    def end(self, delta, momentum, x):
-        """`D` and `S` after the chunk's last token; `x [R, in]`."""
-        d = self.decays
-        new = d.a[..., -1, None, None] * delta - self._outer(self.weights[..., -1, :], x)
-        if momentum is None:
-            return new, None
-        new = new - d.m[..., -1, None, None] * momentum
-        weights = ((d.momentum[..., -1, :] * d.eta)[..., None, :] @ self.source_weights)[..., 0, :]
-        return new, d.beta[..., -1, None, None] * momentum + self._outer(weights, x)
+    def read_backward(self, grad, grads: ChunkInputs):
+        """Gradients by `z` and `gram`; `base` has the output's own."""
+        i, n = self.inputs, self.n
+        scaled = grad * i.a[:, n, :, None]
+        grads.a[:, n] += (grad * self.moved).sum(-1)
+        self.d_delta = scaled.mT @ self.z
+        dz = scaled @ self.delta
+        self.d_momentum = None
+        if self.momentum is not None:
+            grads.m[:, n] -= (grad * self.carried).sum(-1)
+            scaled = grad * i.m[:, n, :, None]
+            self.d_momentum = -(scaled.mT @ self.z)
+            dz.baddbmm_(scaled, self.momentum, alpha=-1)
+        self.d_errors = -(self.read_weights.mT @ grad)
+        d_weights = self.sources.grouped(grad @ self.errors.mT).neg_()
+        grads.weights[:, n] += (d_weights * self.sources.expand_columns(self.gram)).flatten(2)
+        return dz, self.sources.collect_columns(d_weights.mul_(self.sources.grouped(i.weights[:, n])))
 
-    def _outer(self, weights, x):
-        errors = sum_over_tokens(weights[..., None] * self.errors, self.window)
-        return errors.transpose(-1, -2) @ x
+    def end(self):
+        """`D` and `S` after the chunk's last token."""
+        i, n = self.inputs, self.n
+        self.end_map = self.sources.weighted(i.end_weights[:, n])
+        self.end_errors = self.end_map @ self.errors
+        delta = self.delta * i.a_end[:, n, None, None]
+        delta.baddbmm_(self.end_errors.mT, self.x, alpha=-1)
+        if self.momentum is None:
+            return delta, None
+        delta.addcmul_(self.momentum, i.m_end[:, n, None, None], value=-1)
+        self.momentum_map = self.sources.weighted(i.end_momentum[:, n])
+        self.momentum_errors = self.momentum_map @ self.errors
+        momentum = self.momentum * i.beta_end[:, n, None, None]
+        return delta, momentum.baddbmm_(self.momentum_errors.mT, self.x)
+
+    def end_backward(self, d_delta, d_momentum, grads: ChunkInputs):
+        """Gradient by `x`; those by `D`, `S` and the errors are added to what `read_backward` left."""
+        i, n = self.inputs, self.n
+        grads.a_end[:, n] += inner_product(self.delta, d_delta)
+        self.d_delta.addcmul_(d_delta, i.a_end[:, n, None, None])
+        d_errors = -(self.x @ d_delta.mT)
+        dx = -(self.end_errors @ d_delta)
+        grads.end_weights[:, n] += self.sources.weighted_backward(d_errors @ self.errors.mT)
+        self.d_errors.baddbmm_(self.end_map.mT, d_errors)
+        if self.momentum is None:
+            return dx
+        grads.m_end[:, n] -= inner_product(self.momentum, d_delta)
+        grads.beta_end[:, n] += inner_product(self.momentum, d_momentum)
+        self.d_momentum.addcmul_(d_delta, i.m_end[:, n, None, None], value=-1)
+        self.d_momentum.addcmul_(d_momentum, i.beta_end[:, n, None, None])
+        d_errors = self.x @ d_momentum.mT
+        dx.baddbmm_(self.momentum_errors, d_momentum)
+        grads.end_momentum[:, n] += self.sources.weighted_backward(d_errors @ self.errors.mT)
+        self.d_errors.baddbmm_(self.momentum_map.mT, d_errors)
+        return dx
+
+    def finish(self, grads: ChunkInputs):
+        """Gradients by `D`, `S`, the errors, and by `gram_x` and `x` where the writes themselves used them."""
+        return self.d_delta, self.d_momentum, self.d_errors, None, None
 
 
 class MuonWrites:
     """Muon without carried momentum, in token space (recurrence, section 6).
 
-    A write's momentum is `S_t = E_t^T X`, `E_t [R, out]` the errors of the tokens in view as decayed and summed by `t`;
-    `NS(S_t) = E_t^T C_t X` needs the Gram matrices of `E_t` and `X` alone.
+    A write's momentum is `S_n = E_n^T X`, `E_n [R, out]` the errors of the tokens in view as decayed and summed by `n`;
+    `NS(S_n) = E_n^T C_n X` needs the Gram matrices of `E_n` and `X` alone; `gram_x [N, R, R]` comes in double precision.
     """
 
-    def __init__(self, decays: Decays, source_weights, errors, window, gram_x, positions, rate, options):
-        self.decays = decays
-        # How much of each write is left at each token [b, W]
-        self.sizes = rate * (decays.retention * decays.eta[..., None, :])[..., positions]
-        summed = errors_at_writes(decays, source_weights, errors, window, positions)  # E_t [W, R, out]
-        factors = newton_schulz_factors(
-            summed @ summed.transpose(-1, -2),
-            gram_x[..., None, :, :],
+    def __init__(self, inputs: ChunkInputs, n: int, sources: Sources, delta, x, errors, gram_x, rate: float, options):
+        self.inputs, self.n, self.sources, self.delta, self.x = inputs, n, sources, delta, x
+        self.errors, self.rate = errors, rate
+        # One tall product for all writes: W R rows
+        self.spread = sources.weighted(inputs.accumulated[:, n]).flatten(1, 2)
+        self.summed = (self.spread @ errors).unflatten(1, (-1, x.shape[1]))  # E_n [N, W, R, out]
+        self.summed_precise = precise(self.summed)
+        factors, self.tape = newton_schulz_factors_forward(
+            self.summed_precise @ self.summed_precise.mT,
+            gram_x[:, None],
             options.newton_schulz_steps,
             options.newton_schulz_coefficients,
         )
-        self.steps = factors.transpose(-1, -2) @ summed  # C_t^T E_t [W, R, out]
+        self.factors = factors.to(self.summed.dtype)
+        self.steps = self.factors.mT @ self.summed  # C_n^T E_n [N, W, R, out]
 
-    def offset(self, z, gram):
-        weights = self.sizes[..., None] * gram[..., None, :]  # [b, W, R]
-        return weights.flatten(-2) @ self.steps.flatten(-3, -2)
+    def read(self, z, gram, base):
+        i, n = self.inputs, self.n
+        self.z, self.gram = z, gram
+        self.moved = z @ self.delta.mT
+        value = decayed(base, self.moved, i.a[:, n, :, None])
+        self.read_weights = (i.sizes[:, n, :, :, None] * gram[:, :, None, :]).flatten(2)  # [N, b, W R]
+        return value.baddbmm_(self.read_weights, self.steps.flatten(1, 2), alpha=-self.rate)
 
-    def end(self, delta, momentum, x):
-        combined = self.sizes[..., -1:, :] @ self.steps.flatten(-2)
-        combined = combined.unflatten(-1, self.steps.shape[-2:])[..., 0, :, :]  # [R, out]
-        return self.decays.a[..., -1, None, None] * delta - combined.transpose(-1, -2) @ x, None
+    def read_backward(self, grad, grads: ChunkInputs):
+        i, n = self.inputs, self.n
+        scaled = grad * i.a[:, n, :, None]
+        grads.a[:, n] += (grad * self.moved).sum(-1)
+        self.d_delta = scaled.mT @ self.z
+        self.d_steps = (self.read_weights.mT @ grad).mul_(-self.rate).view_as(self.steps)
+        d_weights = (grad @ self.steps.flatten(1, 2).mT).mul_(-self.rate)
+        d_weights = d_weights.unflatten(2, (-1, self.gram.shape[-1]))
+        grads.sizes[:, n] += (d_weights * self.gram[:, :, None, :]).sum(-1)
+        return scaled @ self.delta, (d_weights * i.sizes[:, n, :, :, None]).sum(2)
+
+    def end(self):
+        i, n = self.inputs, self.n
+        combined = (i.end_sizes[:, n, None] @ self.steps.flatten(2)).view(len(self.steps), *self.steps.shape[2:])
+        self.combined = combined * self.rate
+        delta = self.delta * i.a_end[:, n, None, None]
+        return delta.baddbmm_(self.combined.mT, self.x, alpha=-1), None
+
+    def end_backward(self, d_delta, d_momentum, grads: ChunkInputs):
+        i, n = self.inputs, self.n
+        grads.a_end[:, n] += inner_product(self.delta, d_delta)
+        self.d_delta.addcmul_(d_delta, i.a_end[:, n, None, None])
+        d_combined = (self.x @ d_delta.mT).mul_(-self.rate)
+        self.d_steps.addcmul_(i.end_sizes[:, n, :, None, None], d_combined[:, None])
+        grads.end_sizes[:, n] += (self.steps.flatten(2) @ d_combined.flatten(1)[..., None])[..., 0]
+        return -(self.combined @ d_delta)
+
+    def finish(self, grads: ChunkInputs):
+        n = self.n
+        d_factors = self.summed_precise @ self.d_steps.to(self.summed_precise.dtype).mT
+        d_gram, d_gram_x = newton_schulz_factors_backward(self.tape, d_factors)
+        d_summed = self.factors @ self.d_steps
+        d_summed = d_summed.add_((d_gram + d_gram.mT) @ self.summed_precise).flatten(1, 2)
+        d_spread = (d_summed @ self.errors.mT).unflatten(1, (-1, self.x.shape[1]))
+        grads.accumulated[:, n] += self.sources.weighted_backward(d_spread)
+        return self.d_delta, None, self.spread.mT @ d_summed, d_gram_x[:, 0], None
 
 
 class DenseMuonWrites:
-    """Muon with carried momentum: `S_t = beta_t S + E^T diag(A_t) X` has full rank and is orthogonalised as it is."""
+    """Muon with carried momentum: `S_n = beta_n S + E_n^T X` has full rank and is orthogonalised as it is.
 
-    def __init__(self, decays: Decays, source_weights, errors, window, x, momentum, positions, rate, options):
-        self.decays = decays
-        self.sizes = rate * (decays.retention * decays.eta[..., None, :])[..., positions]
-        summed = errors_at_writes(decays, source_weights, errors, window, slice(None))
-        fresh = summed.transpose(-1, -2) @ x[..., None, :, :]
-        states = decays.beta[..., None, None] * momentum[..., None, :, :] + fresh
-        self.last = states[..., -1, :, :]
-        self.steps = newton_schulz(
-            states[..., positions, :, :], options.newton_schulz_steps, options.newton_schulz_coefficients
-        )
+    The slow member of the family: its orthogonalisation is left to autograd.
+    """
 
-    def offset(self, z, gram):
-        moved = z[..., None, :, :] @ self.steps.transpose(-1, -2)  # [W, b, out]
-        return (self.sizes.transpose(-1, -2)[..., None] * moved).sum(-3)
+    def __init__(self, inputs: ChunkInputs, n: int, sources: Sources, delta, momentum, x, errors, rate: float, options):
+        self.inputs, self.n, self.delta, self.x, self.rate = inputs, n, delta, x, rate
+        leaves = (inputs.accumulated[:, n], inputs.beta[:, n], momentum, x, errors)
+        with torch.enable_grad():
+            self.leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+            accumulated, beta, momentum, x, errors = self.leaves
+            fresh = (sources.weighted(accumulated) @ errors[:, None]).mT @ x[:, None]
+            states = beta[..., None, None] * momentum[:, None] + fresh
+            self.last = states[:, -1]
+            written = slice(options.muon_interval - 1, None, options.muon_interval)
+            self.steps = newton_schulz(
+                states[:, written], options.newton_schulz_steps, options.newton_schulz_coefficients
+            )
+        self.matrices = self.steps.detach()  # [N, W, out, in]
 
-    def end(self, delta, momentum, x):
-        step = (self.sizes[..., -1, :, None, None] * self.steps).sum(-3)
-        return self.decays.a[..., -1, None, None] * delta - step, self.last
+    def read(self, z, gram, base):
+        i, n = self.inputs, self.n
+        self.z = z
+        self.moved = z @ self.delta.mT
+        value = decayed(base, self.moved, i.a[:, n, :, None])
+        self.each = z[:, None] @ self.matrices.mT  # [N, W, b, out]
+        return value.sub_((i.sizes[:, n].mT[..., None] * self.each).sum(1), alpha=self.rate)
+
+    def read_backward(self, grad, grads: ChunkInputs):
+        i, n = self.inputs, self.n
+        scaled = grad * i.a[:, n, :, None]
+        grads.a[:, n] += (grad * self.moved).sum(-1)
+        self.d_delta = scaled.mT @ self.z
+        grads.sizes[:, n] -= self.rate * (grad[:, None] * self.each).sum(-1).mT
+        each = i.sizes[:, n].mT[..., None] * grad[:, None] * -self.rate
+        self.d_steps = each.mT @ self.z[:, None]
+        return scaled @ self.delta + (each @ self.matrices).sum(1), None
+
+    def end(self):
+        i, n = self.inputs, self.n
+        delta = self.delta * i.a_end[:, n, None, None]
+        delta -= self.rate * (i.end_sizes[:, n, :, None, None] * self.matrices).sum(1)
+        return delta, torch.where(self._complete(), self.last.detach(), self.leaves[2].detach())
+
+    def _complete(self):
+        return self.inputs.complete[:, self.n, None, None]
+
+    def end_backward(self, d_delta, d_momentum, grads: ChunkInputs):
+        i, n = self.inputs, self.n
+        grads.a_end[:, n] += inner_product(self.delta, d_delta)
+        self.d_delta.addcmul_(d_delta, i.a_end[:, n, None, None])
+        grads.end_sizes[:, n] -= self.rate * (self.matrices * d_delta[:, None]).sum((-2, -1))
+        self.d_steps -= self.rate * i.end_sizes[:, n, :, None, None] * d_delta[:, None]
+        self.d_last, self.d_kept = d_momentum * self._complete(), d_momentum * ~self._complete()
+        return torch.zeros_like(self.x)
+
+    def finish(self, grads: ChunkInputs):
+        n = self.n
+        d_last = getattr(self, "d_last", None)
+        outputs, given = (self.steps,), (self.d_steps,)
+        if d_last is not None:
+            outputs, given = (self.steps, self.last), (self.d_steps, d_last)
+        d_accumulated, d_beta, d_momentum, dx, d_errors = torch.autograd.grad(outputs, self.leaves, given)
+        grads.accumulated[:, n] += d_accumulated
+        grads.beta[:, n] += d_beta
+        if d_last is not None:
+            d_momentum = d_momentum + self.d_kept
+        return self.d_delta, d_momentum, d_errors, None, dx

@@ -2,6 +2,9 @@
 
 import math
 
+# First: an old transformers should be told by its version, not by a name that it lacks.
+from .requirements_atlas import check_requirements  # noqa: F401  # isort: skip
+
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, PreTrainedConfig

@@ -30,16 +30,41 @@ def activate(hidden: torch.Tensor, num_hidden_matrices: int) -> torch.Tensor:
     return F.gelu(u2) * u3
 
 
+def _gelu_derivative(u: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward(torch.ones_like(u), u)
+
+
 def activate_with_derivative(hidden: torch.Tensor, num_hidden_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`h [..., E]` and its derivatives by the stacked pre-activations, `dh/du [..., G E]`."""
-    u2 = hidden if num_hidden_matrices == 1 else hidden[..., : hidden.shape[-1] // 2]
-    cdf = 0.5 * (1 + torch.erf(u2 * math.sqrt(0.5)))
-    slope = torch.addcmul(cdf, u2, torch.exp(-0.5 * u2.square()), value=1 / math.sqrt(2 * math.pi))
-    value = u2 * cdf
+    """`h [..., E]` and its derivatives by the stacked pre-activations, `dh/du [..., G E]`; see `derivative_backward`."""
     if num_hidden_matrices == 1:
-        return value, slope
+        return F.gelu(hidden), _gelu_derivative(hidden)
+    u2, u3 = hidden.chunk(2, -1)
+    value = F.gelu(u2)
+    return value * u3, torch.cat([_gelu_derivative(u2) * u3, value], -1)
+
+
+def activate_backward(hidden: torch.Tensor, grad: torch.Tensor, num_hidden_matrices: int) -> torch.Tensor:
+    """Gradient by the pre-activations `[..., G E]` from that by `activate`'s result."""
+    if num_hidden_matrices == 1:
+        return torch.ops.aten.gelu_backward(grad, hidden)
+    u2, u3 = hidden.chunk(2, -1)
+    return torch.cat([torch.ops.aten.gelu_backward(grad * u3, u2), grad * F.gelu(u2)], -1)
+
+
+def derivative_backward(
+    hidden: torch.Tensor, grad: torch.Tensor, d_slope: torch.Tensor, num_hidden_matrices: int
+) -> torch.Tensor:
+    """Gradient by the pre-activations from those by both results of `activate_with_derivative`."""
+    u2 = hidden if num_hidden_matrices == 1 else hidden[..., : hidden.shape[-1] // 2]
+    # gelu'' = (2 - u^2) pdf(u)
+    second = torch.exp(-0.5 * u2.square()) * (2 - u2.square()) / math.sqrt(2 * math.pi)
+    if num_hidden_matrices == 1:
+        return torch.ops.aten.gelu_backward(grad, hidden).addcmul_(d_slope, second)
     u3 = hidden[..., hidden.shape[-1] // 2 :]
-    return value * u3, torch.cat([slope * u3, value], -1)
+    d2, d3 = d_slope.chunk(2, -1)
+    first = _gelu_derivative(u2)
+    by_u2 = (grad * u3 + d3) * first + d2 * u3 * second
+    return torch.cat([by_u2, grad * F.gelu(u2) + d2 * first], -1)
 
 
 def output_gain(slope: torch.Tensor, output_matrix: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto import modeling_auto
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
@@ -20,9 +21,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .cache_atlas import check_cache, positions_seen
+from .checkpoint_fit import check_fit
 from .configuration_atlas import LAYER_TYPE, AtlasConfig
 from .memory_layer import AtlasMemory
 from .sequence_layout import SequenceLayout, next_labels
+
+# Labels of this value are no labels.
+IGNORED = -100
 
 
 class AtlasRMSNorm(nn.Module):
@@ -88,6 +93,22 @@ class AtlasPreTrainedModel(PreTrainedModel):
         # A configuration may have been changed since it was checked.
         config.validate()
         super().__init__(config, *inputs, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        """As `PreTrainedModel.from_pretrained`, but a checkpoint that contradicts its configuration is refused by field.
+
+        Raises:
+            RuntimeError: names the field, its value and the one that the weights have.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        ignore = kwargs.pop("ignore_mismatched_sizes", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        if not ignore:
+            check_fit(model, info)
+        return (model, info) if wants_info else model
 
     @torch.no_grad()
     def initialize_weights(self):
@@ -241,7 +262,7 @@ class AtlasModel(AtlasPreTrainedModel):
                 "torch.export of Atlas needs a fixed number of tokens (chunks are laid out by it): leave their dimension "
                 "out of dynamic_shapes and export once for each length; the batch may be dynamic"
             )
-        check_cache(cache, self.config.num_hidden_layers, batch)
+        check_cache(cache, self.config, batch, self.norm.weight.dtype)
         past = positions_seen(cache)
         mask = _check_mask(attention_mask, batch, num_tokens, past)
         segments = _packed_segments(kwargs, position_ids, mask, batch, num_tokens, inputs_embeds.device, past)
@@ -288,7 +309,7 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         """Logits `[B, T, vocab]` (the last `logits_to_keep` of them, if given) and, with `labels [B, T]`, the loss.
 
         Arguments as for `AtlasModel.forward`; labels of -100 are ignored, and shifted inside: each real token predicts the
-        next real one, and padding nothing.
+        next real one, and padding nothing. Without any other label the loss is zero, and so are the gradients.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
@@ -307,6 +328,9 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
                 ignored = kwargs.get("ignore_index", -100)
                 kwargs["shift_labels"] = next_labels(labels, mask[:, -labels.shape[1] :], ignored)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            targets = labels[..., 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+            # The mean over no label is not a number; a batch without any is one to learn nothing from.
+            loss = torch.where((targets != IGNORED).any().to(loss.device), loss, 0)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
@@ -318,3 +342,7 @@ class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreT
 
 class AtlasForTokenClassification(GenericForTokenClassification, AtlasPreTrainedModel):
     """Atlas with a classifier on every token."""
+
+
+# Trainer's label smoothing knows causal models by the names in this table only, in remote code too.
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AtlasConfig.model_type] = AtlasForCausalLM.__name__

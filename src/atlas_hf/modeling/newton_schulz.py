@@ -8,6 +8,17 @@ import torch
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Inside the square root, `sqrt(|S|_F^2 + eps^2)`: the norm is then differentiable at zero too.
 EPS = 1e-7
+# A sum of outer products that cancels to below about 3e-5 of its terms counts as that large: what is left of it is rounding.
+CANCELLED = 1e-9
+
+
+def precise(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the precision that token space needs: double, where the device has it.
+
+    Gram matrices of the factors carry rounding relative to `|E|^2 |X|^2`, not to `|S|^2`. Where the terms of `S` cancel,
+    single precision leaves a product with negative eigenvalues, and on those the quintic diverges.
+    """
+    return x if x.device.type == "mps" else x.double()
 
 
 def _quintic(gram: torch.Tensor, coefficients: tuple[float, float, float]) -> torch.Tensor:
@@ -57,8 +68,8 @@ def newton_schulz_factors(
 ) -> torch.Tensor:
     """The `C` in `NS_k(E^T X) = E^T C X`, from the Gram matrices of the factors alone.
 
-    `NS` is an odd polynomial of `S`, so `NS(S)` stays between the factors: with `P = C G_X C^T G_E` one step is
-    `C <- a C + b P C + c P (P C)`. The cost, `O(R^3)` a step, depends on neither width.
+    Give them in double precision (see `precise`). `NS` is an odd polynomial of `S`, so `NS(S)` stays between the factors:
+    with `P = C G_X C^T G_E` one step is `C <- a C + b P C + c P (P C)`. The cost, `O(R^3)` a step, depends on neither width.
 
     Args:
         gram_e: `[..., R, R]`, `E E^T`.
@@ -67,13 +78,77 @@ def newton_schulz_factors(
     Returns:
         `C [..., R, R]`, the division by the norm included. Agrees with `newton_schulz(E^T X)` to rounding.
     """
+    return _Factors.apply(gram_e, gram_x, steps, coefficients, eps)
+
+
+def newton_schulz_factors_forward(gram_e, gram_x, steps, coefficients=COEFFICIENTS, eps=EPS):
+    """`newton_schulz_factors` and what `newton_schulz_factors_backward` needs of it."""
     a, b, c = coefficients
-    norm = ((gram_e * gram_x).sum((-2, -1), keepdim=True).clamp_min(0) + eps**2).sqrt()
-    gram_e = gram_e / norm.square()
-    factor = torch.eye(gram_x.shape[-1], dtype=gram_x.dtype, device=gram_x.device).expand_as(gram_e)
-    for i in range(steps):
-        # The first step starts from C = 1.
-        p = gram_x @ gram_e if i == 0 else factor @ gram_x @ factor.transpose(-1, -2) @ gram_e
-        pc = p if i == 0 else p @ factor
-        factor = a * factor + b * pc + c * (p @ pc)
-    return factor / norm
+    traces = gram_e.diagonal(dim1=-2, dim2=-1).sum(-1) * gram_x.diagonal(dim1=-2, dim2=-1).sum(-1)
+    floor = CANCELLED * traces[..., None, None]
+    inner = (gram_e * gram_x).sum((-2, -1), keepdim=True)
+    cancelled = inner < floor
+    norm = (torch.where(cancelled, floor, inner).clamp_min(0) + eps**2).sqrt()
+    scaled = gram_e / norm.square()
+    factor, history = None, []
+    for _ in range(steps):
+        # The first step starts from C = 1
+        half = gram_x if factor is None else factor @ gram_x  # C G_X
+        whole = half if factor is None else half @ factor.mT
+        p = whole @ scaled
+        pc = p if factor is None else p @ factor
+        history.append((factor, half, whole, p, pc))
+        step = b * pc
+        if factor is None:
+            step.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            step.add_(factor, alpha=a)
+        factor = step.add_(p @ pc, alpha=c)
+    if factor is None:
+        factor = torch.eye(gram_x.shape[-1], dtype=gram_x.dtype, device=gram_x.device).expand_as(scaled).clone()
+    result = factor / norm
+    return result, (gram_e, gram_x, norm, cancelled, scaled, history, result, coefficients)
+
+
+def newton_schulz_factors_backward(tape, grad):
+    """Gradients by `gram_e` and `gram_x` (summed over the axes along which it was shared)."""
+    gram_e, gram_x, norm, cancelled, scaled, history, result, (a, b, c) = tape
+    d_norm = -(grad * result).sum((-2, -1), keepdim=True) / norm
+    grad = grad / norm
+    d_scaled, d_gram_x = torch.zeros_like(scaled), torch.zeros_like(scaled)
+    for factor, half, whole, p, pc in reversed(history):
+        d_pc = (p.mT @ grad).mul_(c).add_(grad, alpha=b)
+        d_p = (grad @ pc.mT).mul_(c)
+        if factor is None:
+            d_p += d_pc
+            d_gram_x += d_p @ scaled.mT
+            d_scaled += whole.mT @ d_p
+            continue
+        d_p += d_pc @ factor.mT
+        d_whole = d_p @ scaled.mT
+        d_scaled += whole.mT @ d_p
+        d_half = d_whole @ factor
+        d_gram_x += factor.mT @ d_half
+        grad = (p.mT @ d_pc).add_(grad, alpha=a).add_(d_half @ gram_x.mT).add_(d_whole.mT @ half)
+    d_norm -= 2 * (d_scaled * scaled).sum((-2, -1), keepdim=True) / norm
+    d_square = d_norm / (2 * norm)
+    d_inner = torch.where(cancelled, 0.0, d_square)
+    d_gram_e = d_scaled / norm.square() + d_inner * gram_x
+    d_gram_x += d_inner * gram_e
+    # The floor depends on the traces
+    d_floor = torch.where(cancelled, CANCELLED * d_square, 0.0)[..., 0]
+    d_gram_e.diagonal(dim1=-2, dim2=-1).add_(d_floor * gram_x.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True))
+    d_gram_x.diagonal(dim1=-2, dim2=-1).add_(d_floor * gram_e.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True))
+    return d_gram_e.sum_to_size(gram_e.shape), d_gram_x.sum_to_size(gram_x.shape)
+
+
+class _Factors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gram_e, gram_x, steps, coefficients, eps):
+        result, ctx.tape = newton_schulz_factors_forward(gram_e, gram_x, steps, coefficients, eps)
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return *newton_schulz_factors_backward(ctx.tape, grad), None, None, None

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from .memory_network import activate, activate_with_derivative, output_gain, stack_hidden
-from .newton_schulz import newton_schulz, newton_schulz_factors
+from .newton_schulz import newton_schulz, newton_schulz_factors, precise
 from .recurrence_operator import Call, atlas_operator
 from .recurrence_state import INNER_NORM_EPS, State, initial_fast
 
@@ -187,7 +187,7 @@ class _Step:
                 sizes += [(self._squared_norm(k_window) + INNER_NORM_EPS) * gain] * self.num_hidden
             gradients = [g / n[..., None] for g, n in zip(gradients, sizes, strict=True)]
         weights = spread * gamma[:, :, None]
-        gram_phi = self._kernel(k, k) if options.rule == "muon" else None
+        gram_phi = self._kernel(precise(k), precise(k)) if options.rule == "muon" else None
         for m, gradient in zip(self.matrices, gradients, strict=True):
             inputs, gram = (k, gram_phi) if m.index or not self.deep else (x, None)
             self._move(work, new, m, weights @ gradient, token, inputs, gram, phase)
@@ -218,12 +218,12 @@ class _Step:
             state = beta * work[m.momentum] + gradient.transpose(-1, -2) @ x
             step = newton_schulz(state, options.newton_schulz_steps, options.newton_schulz_coefficients)
         else:
-            gram = inputs @ inputs.transpose(-1, -2) if gram is None else gram
-            gram_e = gradient @ gradient.transpose(-1, -2)
+            x, e = precise(inputs), precise(gradient)
+            gram = x @ x.transpose(-1, -2) if gram is None else gram
             factors = newton_schulz_factors(
-                gram_e, gram, options.newton_schulz_steps, options.newton_schulz_coefficients
+                e @ e.transpose(-1, -2), gram, options.newton_schulz_steps, options.newton_schulz_coefficients
             )
-            step = factors.transpose(-1, -2) @ gradient
+            step = factors.to(gradient.dtype).transpose(-1, -2) @ gradient
         writes = ((phase + 1) % options.muon_interval == 0)[:, None, None, None]
         new[m.offset] = new[m.offset] + torch.where(writes, eta * m.rate * step, 0.0)
 

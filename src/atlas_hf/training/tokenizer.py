@@ -41,6 +41,8 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
         eos_token=END_OF_TEXT,
         pad_token=PADDING,
         padding_side="left",
+        # Without token types, which models that generate do not take.
+        model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
 

@@ -1,0 +1,1 @@
+"""Parts of the speed benchmark: the contenders, the measurements, the report."""

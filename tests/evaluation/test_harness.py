@@ -1,0 +1,128 @@
+"""lm-eval on local tasks, offline: how documents are batched and in which order changes no score."""
+
+import json
+import logging
+import sys
+
+import pytest
+import torch
+from local_tasks import TASKS, TRAINED_AT, write_data
+from transformers import AutoTokenizer
+
+from atlas_hf import AtlasForCausalLM
+from atlas_hf.cli.main import main
+from atlas_hf.evaluation.harness import evaluate_tasks, scores
+from atlas_hf.evaluation.streaming import streamed_loss
+
+NAMES = ["atlas_local_choice", "atlas_local_written", "atlas_local_pages"]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _quiet_harness():
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+
+def numbers(responses) -> torch.Tensor:
+    """Log probabilities `[N]` of a document's requests, which some tasks pair with whether they are the likeliest."""
+    return torch.tensor([r[0][0] if isinstance(r[0], tuple | list) else r[0] for r in responses])
+
+
+def answers(results):
+    """What the model said to every document, by the document's own text."""
+    said = {}
+    for task, samples in results["samples"].items():
+        for sample in samples:
+            said[task, json.dumps(sample["doc"], sort_keys=True)] = sample["resps"]
+    return said
+
+
+def test_batch_size_and_order_change_no_score(model_folder, working_directory):
+    found = {}
+    for name in (1, 4, 16, "shuffled"):
+        write_data(working_directory, shuffled=name == "shuffled")
+        batch_size = 4 if name == "shuffled" else name
+        arguments = {"include_path": TASKS, "batch_size": batch_size, "log_samples": True}
+        found[name] = evaluate_tasks(model_folder, NAMES, **arguments)
+    expected, said = scores(found[1]), answers(found[1])
+    assert expected.keys() == set(NAMES)
+    assert 0 < expected["atlas_local_choice"]["acc"] < 1
+    assert 0 < expected["atlas_local_written"]["contains"] < 1
+    assert len(said) == 43
+    for name in (4, 16, "shuffled"):
+        for task, metrics in scores(found[name]).items():
+            assert metrics == pytest.approx(expected[task], rel=1e-5), (name, task)
+        other = answers(found[name])
+        assert other.keys() == said.keys()
+        for key, responses in said.items():
+            if key[0] == "atlas_local_written":
+                assert other[key] == responses
+            else:
+                torch.testing.assert_close(numbers(other[key]), numbers(responses), rtol=1e-4, atol=1e-4)
+    _rolling_scores_are_those_of_streaming(model_folder, found[1])
+
+
+def _rolling_scores_are_those_of_streaming(model_folder, results):
+    """Where a page fits one window; on a longer one the harness forgets what streaming still knows."""
+    model, tokenizer = AtlasForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    lengths = set()
+    for sample in results["samples"]["atlas_local_pages"]:
+        ids = tokenizer(sample["doc"]["page"], return_tensors="pt")["input_ids"][0]
+        total = -streamed_loss(model, ids, tokenizer.eos_token_id, segment_size=5).total
+        rolling = numbers(sample["resps"]).item()
+        lengths.add(len(ids) > TRAINED_AT)
+        assert (total == pytest.approx(rolling, rel=1e-4)) is (len(ids) <= TRAINED_AT)
+    assert lengths == {False, True}
+
+
+def test_command(model_folder, working_directory, capsys):
+    (working_directory / "novel.txt").write_text("The coach came to the village. " * 40)
+    arguments = [
+        "evaluate",
+        "--model",
+        str(model_folder),
+        "--tasks",
+        NAMES[0],
+        "--include-path",
+        str(TASKS),
+        "--limit",
+        "6",
+    ]
+    assert main([*arguments, "--text", "novel.txt", "--output", "results.json"]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads((working_directory / "results.json").read_text())
+    assert set(results) == {"text", NAMES[0]}
+    assert results["text"]["tokens"] > TRAINED_AT
+    assert f"{results['text']['perplexity']:,.4f}" in printed
+    assert f"{results[NAMES[0]]['acc']:,.4f}" in printed
+    small = [*arguments[:3], "--text", "novel.txt", "--segment-size", "9", "--output", "small.json"]
+    assert main(small) == 0
+    again = json.loads((working_directory / "small.json").read_text())["text"]
+    assert again == pytest.approx(results["text"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "there is nothing to measure: name --tasks or --text"),
+        (("--tasks", "no_such_task"), "no task no_such_task in lm-eval: `lm-eval ls tasks` lists them"),
+        (("--tasks", NAMES[0], "--include-path", "nowhere"), "--include-path nowhere is not a folder"),
+        (("--text", "nowhere.txt"), "nowhere.txt does not exist"),
+        (("--text", "novel.txt", "--output", "no/where.json"), "--output no/where.json cannot be written"),
+        (("--text", "novel.txt", "--segment-size", "0"), "'0' is not a whole number"),
+    ],
+)
+def test_refusals(model_folder, working_directory, capsys, flags, message):
+    (working_directory / "novel.txt").write_text("The coach.")
+    try:
+        code = main(["evaluate", "--model", str(model_folder), *flags])
+    except SystemExit as leaving:
+        code = leaving.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_harness(model_folder, working_directory, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["evaluate", "--model", str(model_folder), "--tasks", NAMES[0]]) == 2
+    assert "pip install 'atlas-hf[eval]'" in capsys.readouterr().err
