@@ -34,18 +34,7 @@ def decode(model, step, ids, prompts=(1, 5, 9), num_steps=6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form",
-    [
-        *(name for name in FORMS if name != "features"),
-        pytest.param(
-            "features",
-            marks=pytest.mark.xfail(
-                reason="feature_map._monomials is traced into itertools, which dynamo cannot follow", strict=False
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_decoding_is_one_graph(tiny_model, random_rows, form):
     """Full graph, and the same one for all steps and prompt lengths: chunk ends and first steps included."""
     model = tiny_model(num_hidden_layers=1, **FORMS[form]).eval()

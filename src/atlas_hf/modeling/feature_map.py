@@ -19,7 +19,7 @@ def num_features(key_dim: int, degree: int, rank: int | None = None) -> int:
     return 1 + key_dim + sum(math.comb(rank + i - 1, i) for i in range(2, degree + 1))
 
 
-@lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result  # torch.compile cannot follow itertools
 def _monomials(rank: int, degree: int) -> tuple[list[int], list[int], list[float]]:
     """Symmetric monomials of one degree: index of the parent monomial, last factor, square root of the multinomial."""
     parents = {m: i for i, m in enumerate(combinations_with_replacement(range(rank), degree - 1))}

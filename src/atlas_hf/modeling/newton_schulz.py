@@ -78,7 +78,9 @@ def newton_schulz_factors(
     Returns:
         `C [..., R, R]`, the division by the norm included. Agrees with `newton_schulz(E^T X)` to rounding.
     """
-    return _Factors.apply(gram_e, gram_x, steps, coefficients, eps)
+    if torch.is_grad_enabled() and (gram_e.requires_grad or gram_x.requires_grad):
+        return _Factors.apply(gram_e, gram_x, steps, coefficients, eps)
+    return newton_schulz_factors_forward(gram_e, gram_x, steps, coefficients, eps)[0]
 
 
 def newton_schulz_factors_forward(gram_e, gram_x, steps, coefficients=COEFFICIENTS, eps=EPS):
