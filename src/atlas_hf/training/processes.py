@@ -1,6 +1,7 @@
 """One run on several processes: `torchrun` and `accelerate launch` start the same command many times."""
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -47,4 +48,7 @@ def joined_processes() -> Iterator[Processes]:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         yield processes
     sys.stdout.flush()
+    # A DistributedDataParallel that outlives the group takes it down without releasing the interpreter's lock, and gloo's
+    # threads may wait for that lock: https://github.com/pytorch/pytorch/issues/56297
+    gc.collect()
     state.destroy_process_group()

@@ -3,6 +3,7 @@
 Usage: ddp_trainer.py FOLDER ROWS_PER_STEP
 """
 
+import gc
 import json
 import os
 import sys
@@ -60,6 +61,9 @@ def main(folder: Path, rows_per_step: int) -> None:
     (folder / f"report-{rank}.json").write_text(json.dumps(report))
     torch.save(keep.gradients, folder / f"gradients-{rank}.pt")
     if initialised:
+        # A wrapper that outlives the group may wait for ever: https://github.com/pytorch/pytorch/issues/56297
+        del trainer, keep
+        gc.collect()
         dist.destroy_process_group()
 
 
