@@ -84,10 +84,9 @@ def test_long_decode_does_not_drift(small_model, random_ids, logits_in_pieces, p
     expected = model(ids, use_cache=False).logits
     logits, _ = logits_in_pieces(model, ids, [3] + [1] * 200)
     error = (logits - expected).abs().amax((0, 2)) / expected.abs().max()
-    early, late = error[3:103].max(), error[103:].max()
-    assert late < unit
-    # Below a tenth of the unit both are the rounding of a single token
-    assert late < 4 * max(early, unit / 10)
+    assert error.max() < unit
+    # Medians: a single token's rounding may be ten times the others'
+    assert error[103:].median() < 4 * error[3:103].median()
 
 
 @torch.no_grad()

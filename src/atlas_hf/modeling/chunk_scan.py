@@ -1,18 +1,15 @@
-"""One chunk of the recurrence, forwards and backwards, written out (recurrence, sections 5, 6 and 8).
+"""One chunk of the recurrence, forwards (recurrence, sections 5 and 6); `chunk_backward` goes on from here.
 
 Legend: N rows (head and batch), H heads, b chunk, c window, R = b + c - 1 tokens in view, V value width, E hidden width, G
 hidden matrices, F features, P error sources. `D_1 [N, V, E]` (linear: `[N, V, F]`) is the output matrix's delta, `D_2
 [N, G E, F]` the stacked hidden matrices'; `S` their momentum, if carried.
-
-A chunk's forward half takes what stands at its start and returns its outputs and what stands at its end. With `keep` it
-holds its intermediates, and the backward half turns gradients by results into gradients by arguments, in the reverse order.
 """
 
 import torch
 
 from .chunk_inputs import ChunkInputs, shared_product
 from .chunk_writes import DenseMuonWrites, GradientWrites, MuonWrites, Sources
-from .memory_network import activate, activate_backward, activate_with_derivative, derivative_backward
+from .memory_network import activate, activate_with_derivative
 from .newton_schulz import precise
 from .recurrence_state import INNER_NORM_EPS
 
@@ -24,7 +21,7 @@ class ChunkScan:
         self.inputs, self.options, self.num_hidden = inputs, options, num_hidden
         self.b, self.view = options.chunk_size, options.chunk_size + window - 1
         self.pairwise = options.errors_follow_writes and window > 1
-        self.sources = Sources(self.b, window, self.pairwise, inputs.target)
+        self.sources = Sources(self.b, window, self.pairwise, inputs.phi_k)
         self.output_rate, self.hidden_rate = options.rates(expansion)
 
     def in_view(self, x, n):
@@ -47,57 +44,69 @@ class ChunkScan:
 
 
 class Chunk:
-    """One chunk: `forward` once, then `backward` once."""
+    """One chunk: `forward`, then `ending` and `end` where the state after it is asked for. Keeps its intermediates."""
 
-    def __init__(self, scan: ChunkScan, n: int):
+    def __init__(self, scan: ChunkScan, n: int, state):
+        """`state`: `D` of every matrix, then `S` of every one, at the chunk's start."""
         self.scan, self.inputs, self.options, self.n = scan, scan.inputs, scan.options, n
-
-    # Forwards
-
-    def forward(self, state, with_end: bool):
-        """`state`: `D` of every matrix, then `S` of every one. Outputs `[N, b, V]` and the state at the chunk's end."""
-        scan, i, n = self.scan, self.inputs, self.n
         self.matrices = len(state) // 2 if self.options.momentum == "carry" else len(state)
         self.deltas = state[: self.matrices]
         self.momenta = state[self.matrices :] or (None,) * self.matrices
-        self.phi_k = scan.in_view(i.phi_k, n)
-        self.phi_q = scan.own(i.phi_q, n)
+        self.deep = self.matrices > 1
+        self.phi_k = scan.in_view(self.inputs.phi_k, n)
+        self.phi_q = scan.own(self.inputs.phi_q, n)
+
+    def forward(self):
+        """Outputs `[N, b, V]`; leaves in `kept` what `ChunkBackward.restore` makes the rest of."""
+        scan, i, n = self.scan, self.inputs, self.n
         base_k = None if i.base_k is None else scan.in_view(i.base_k, n)
         base_q = None if i.base_q is None else scan.own(i.base_q, n)
-        deep = self.matrices > 1
-        if deep:
-            self._hidden_of_keys(base_k)
+        self._keys(self._hidden_of_keys(base_k) if self.deep else None)
+        start = base_k
+        if self.deep:
             start = None if i.output_start is None else scan.shared(self.x)
-        else:
-            self.x, start = self.phi_k, base_k
-        self._output_step()
         errors = self._errors(start)
-        self.writes = [self._write_output(errors)]
-        if deep:
-            self._write_hidden(errors)
-            self.hidden_q = self._read_hidden(base_q)
-            z = self.z = activate(self.hidden_q, scan.num_hidden)
-            gram = z @ (self.x if self.options.output_by_muon else self.x_stepped).mT
-            base = None if i.output_start is None else scan.shared(z)
-        else:
-            z, gram, base = self.phi_q, i.gram_qk[:, n], base_q
-        y = self.writes[0].read(z, gram, base)
-        return y, (self._end() if with_end else None)
+        self._write(errors)
+        self._queries(self._read_hidden(base_q) if self.deep else None)
+        base = base_q
+        if self.deep:
+            base = None if i.output_start is None else scan.shared(self.z)
+        y = self.writes[0].read(base)
+        self.kept = (self.hidden_k, self.hidden_q, errors, self.moved)
+        return y
 
     def _hidden_of_keys(self, base):
         hidden_delta = self.deltas[1].mT
-        self.hidden_k = self.phi_k @ hidden_delta if base is None else torch.baddbmm(base, self.phi_k, hidden_delta)
-        self.x, self.slope = activate_with_derivative(self.hidden_k, self.scan.num_hidden)
-        self.current = self.deltas[0]
-        start = self.inputs.output_start
-        if start is not None:
-            self.current = (self.current.unflatten(0, (len(start), -1)) + start[:, None]).flatten(0, 1)
+        return self.phi_k @ hidden_delta if base is None else torch.baddbmm(base, self.phi_k, hidden_delta)
+
+    def _keys(self, hidden):
+        """What the output matrix reads at the keys: activations of the hidden pre-activations, or the features."""
+        self.hidden_k = hidden
+        if hidden is None:
+            self.x = self.phi_k
+        else:
+            self.x, self.slope = activate_with_derivative(hidden, self.scan.num_hidden)
+            self.current = self.deltas[0]
+            start = self.inputs.output_start
+            if start is not None:
+                self.current = (self.current.unflatten(0, (len(start), -1)) + start[:, None]).flatten(0, 1)
+        self._output_step()
+
+    def _queries(self, hidden):
+        """What the output matrix reads at the queries, and its inner products with the keys'."""
+        self.hidden_q = hidden
+        if hidden is None:
+            self.z, gram = self.phi_q, self.inputs.gram_qk[:, self.n]
+        else:
+            self.z = activate(hidden, self.scan.num_hidden)
+            gram = self.z @ (self.x if self.options.output_by_muon else self.x_stepped).mT
+        self.writes[0].reading(self.z, gram)
 
     def _output_step(self):
         """The normalised step of the output matrix: with gd in its inputs, with Muon in the errors."""
         self.step = None
         if self.options.inner_norm:
-            if self.matrices > 1:
+            if self.deep:
                 self.step = 1 / (self.x.square().sum(-1) + INNER_NORM_EPS)
             else:
                 self.step = self.scan.in_view(self.inputs.step_k, self.n)
@@ -110,16 +119,33 @@ class Chunk:
         """
         scan, sources, i, n = self.scan, self.scan.sources, self.inputs, self.n
         target = scan.in_view(i.target, n)
+        self.moved = None
         if self.options.inner_loss == "dot":
             return -target
         self.moved = self.x @ self.deltas[0].mT
         begin = -target if start is None else start - target
         if not self.options.errors_follow_writes:
             return begin.add_(self.moved)
-        self.gram = self.x @ self.x_stepped.mT if self.matrices > 1 else i.gram_kk[:, n]
+        self._pair_system()
+        errors = torch.addcmul(sources.expand_rows(begin), sources.expand_rows(self.moved), self._before(i.a_before))
+        if self.momenta[0] is not None:
+            self.carried = self.x @ self.momenta[0].mT
+            errors.addcmul_(sources.expand_rows(self.carried), self._before(i.m_before), value=-1)
+        errors = errors.reshape(len(errors), scan.b * sources.c, -1)
+        self.errors = torch.linalg.solve_triangular(self.system, errors, upper=False, unitriangular=True)
+        return self.errors
+
+    def _before(self, decay):
+        """`a` or `m` before each write, `[N, n, b]`, in the shape of a factor of the sources' rows."""
+        return decay[:, self.n].view(-1, self.scan.b, *(1,) * (2 if self.scan.pairwise else 1))
+
+    def _pair_system(self):
+        """What a source's error sees of the errors before it, `[N, P, P]` below the diagonal."""
+        scan, sources, i, n = self.scan, self.scan.sources, self.inputs, self.n
+        gram = self.x @ self.x_stepped.mT if self.deep else i.gram_kk[:, n]
         b, c = scan.b, sources.c
         # Rows and columns by pairs: [N, n, m, n', m'], and without a window [N, n, n']
-        self.gram_pairs = sources.expand_columns(self.gram)
+        self.gram_pairs = sources.expand_columns(gram)
         if scan.pairwise:
             self.gram_pairs = self.gram_pairs.unfold(1, c, 1).movedim(-1, 2)
         before = sources.grouped(i.weights[:, n, : b - 1])
@@ -128,15 +154,11 @@ class Chunk:
         system = self.gram_pairs.new_zeros(self.gram_pairs.shape)
         torch.mul(self.gram_pairs[:, 1:], before, out=system[:, 1:])
         self.system = system.view(len(system), b * c, b * c)
-        a = i.a_before[:, n].view(len(system), b, *(1,) * (2 if scan.pairwise else 1))
-        errors = torch.addcmul(sources.expand_rows(begin), sources.expand_rows(self.moved), a)
-        if self.momenta[0] is not None:
-            self.carried = self.x @ self.momenta[0].mT
-            m = i.m_before[:, n].view_as(a)
-            errors.addcmul_(sources.expand_rows(self.carried), m, value=-1)
-        errors = errors.reshape(len(system), b * c, -1)
-        self.errors = torch.linalg.solve_triangular(self.system, errors, upper=False, unitriangular=True)
-        return self.errors
+
+    def _write(self, errors):
+        self.writes = [self._write_output(errors)]
+        if self.deep:
+            self._write_hidden(errors)
 
     def _write_output(self, errors):
         scan, n = self.scan, self.n
@@ -158,7 +180,7 @@ class Chunk:
                 self.options,
             )
         x = precise(self.x)
-        self.gram_x = x @ x.mT if self.matrices > 1 else self.inputs.gram_kk[:, n]
+        self.gram_x = x @ x.mT if self.deep else self.inputs.gram_kk[:, n]
         return MuonWrites(
             self.inputs, n, scan.sources, self.deltas[0], self.x, stepped, self.gram_x, scan.output_rate, self.options
         )
@@ -205,213 +227,26 @@ class Chunk:
     def _gain(self):
         """`|W1 diag(dh/du)|_F^2` of each token, see `output_gain`."""
         self.columns = (self.current * self.current).sum(1)  # [N, E]
-        columns = self.columns.repeat(1, self.scan.num_hidden)
-        return (self.slope.square() @ columns[..., None])[..., 0]
+        lengths = self.columns.sqrt().repeat(1, self.scan.num_hidden)
+        return torch.linalg.vector_norm(self.slope * lengths[:, None], dim=-1).square()
 
     def _read_hidden(self, base):
         groups = len(self.writes) - 1
         bases = [None] * groups if base is None else base.chunk(groups, -1)
-        gram = self.inputs.gram_qk[:, self.n]
-        parts = [w.read(self.phi_q, gram, x) for w, x in zip(self.writes[1:], bases, strict=True)]
+        for write in self.writes[1:]:
+            write.reading(self.phi_q, self.inputs.gram_qk[:, self.n])
+        parts = [w.read(x) for w, x in zip(self.writes[1:], bases, strict=True)]
         return parts[0] if groups == 1 else torch.cat(parts, -1)
 
-    def _end(self):
+    def ending(self):
+        """What the chunk's writes leave behind, which `end` and `backward` both need."""
+        for write in self.writes:
+            write.ending()
+
+    def end(self):
+        """The state after the chunk's last token; after `ending`."""
         ends = [w.end() for w in self.writes]
         if len(ends) > 2:
             ends = [ends[0], tuple(None if x[0] is None else torch.cat(x, 1) for x in zip(*ends[1:], strict=True))]
         deltas, momenta = zip(*ends, strict=True)
         return deltas if self.momenta[0] is None else deltas + momenta
-
-    # Backwards
-
-    def backward(self, dy, d_state, grads: ChunkInputs):
-        """Gradients by the state at the chunk's start; `d_state` is None where the end was not taken."""
-        scan, i, n = self.scan, self.inputs, self.n
-        deep = self.matrices > 1
-        parts = [None] * len(self.writes)
-        if d_state is not None:
-            d_deltas, d_momenta = d_state[: self.matrices], d_state[self.matrices :] or (None,) * self.matrices
-            groups = len(self.writes) - 1
-            parts[0] = d_deltas[0], d_momenta[0]
-            for g in range(groups):
-                momentum = None if d_momenta[1] is None else d_momenta[1].chunk(groups, 1)[g]
-                parts[g + 1] = d_deltas[1].chunk(groups, 1)[g], momentum
-
-        # Reads
-        output = self.writes[0]
-        if deep:
-            dz, d_gram = output.read_backward(dy, grads)
-            by_x = torch.zeros_like(self.x) if d_gram is None else d_gram.mT @ self.z
-            other = torch.zeros_like(self.x)
-            self.dx, self.dx_stepped = (by_x, other) if self.options.output_by_muon else (other, by_x)
-            if d_gram is not None:
-                dz.baddbmm_(d_gram, self.x if self.options.output_by_muon else self.x_stepped)
-            if i.output_start is not None:
-                dz += scan.shared_backward(dy, self.z, grads)
-            self._read_hidden_backward(activate_backward(self.hidden_q, dz, scan.num_hidden), grads)
-        else:
-            dz, d_gram = output.read_backward(dy, grads)
-            if i.base_q is not None:
-                scan.own(grads.base_q, n).copy_(dy)
-            scan.own(grads.phi_q, n).copy_(dz)
-            if d_gram is not None:
-                grads.gram_qk[:, n] += d_gram
-            self.dx, self.dx_stepped = torch.zeros_like(self.x), torch.zeros_like(self.x)
-
-        # Ends and writes
-        d_phi = scan.in_view(grads.phi_k, n)
-        d_hidden = []
-        for index, write in enumerate(self.writes):
-            to_features = deep and index > 0
-            if parts[index] is not None:
-                dx = write.end_backward(*parts[index], grads)
-                if to_features:
-                    d_phi += dx
-                elif self.options.output_by_muon:
-                    self.dx += dx
-                else:
-                    self.dx_stepped += dx
-            d_delta, d_momentum, d_errors, d_gram_x, dx = write.finish(grads)
-            if dx is not None:
-                if to_features:
-                    d_phi += dx
-                else:
-                    self.dx += dx
-            if d_gram_x is not None:
-                if to_features or not deep:
-                    grads.gram_kk[:, n] += d_gram_x
-                else:
-                    self.dx.baddbmm_((d_gram_x + d_gram_x.mT).to(self.x.dtype), self.x)
-            d_hidden.append((d_delta, d_momentum, d_errors))
-        d_deltas, d_momenta = [d_hidden[0][0]], [d_hidden[0][1]]
-        d_errors = d_hidden[0][2]
-        self.d_step = None
-        if self.options.output_by_muon and self.step is not None:
-            self.d_step = (d_errors * self.raw_errors).sum(-1)
-            d_errors = d_errors * self.step[..., None]
-        if deep:
-            d_delta, d_momentum, back = zip(*d_hidden[1:], strict=True)
-            d_deltas.append(torch.cat(d_delta, 1) if len(d_delta) > 1 else d_delta[0])
-            momentum = None if d_momentum[0] is None else torch.cat(d_momentum, 1)
-            d_momenta.append(momentum)
-            d_errors = d_errors + self._write_hidden_backward(torch.cat(back, 2) if len(back) > 1 else back[0], grads)
-        d_start = self._errors_backward(d_errors, d_deltas, d_momenta, grads)
-        if d_start is not None:
-            if not deep:
-                if i.base_k is not None:
-                    scan.in_view(grads.base_k, n).add_(d_start)
-            elif i.output_start is not None:
-                self.dx += scan.shared_backward(d_start, self.x, grads)
-        self._output_step_backward(grads)
-        if deep:
-            self._hidden_of_keys_backward(d_deltas, d_phi, grads)
-        else:
-            d_phi += self.dx
-        return (*d_deltas, *(() if self.momenta[0] is None else d_momenta))
-
-    def _read_hidden_backward(self, grad, grads):
-        scan, n = self.scan, self.n
-        groups = len(self.writes) - 1
-        if self.inputs.base_q is not None:
-            scan.own(grads.base_q, n).copy_(grad)
-        d_phi = scan.own(grads.phi_q, n)
-        for write, part in zip(self.writes[1:], grad.chunk(groups, -1), strict=True):
-            dz, d_gram = write.read_backward(part, grads)
-            d_phi += dz
-            if d_gram is not None:
-                grads.gram_qk[:, n] += d_gram
-
-    def _write_hidden_backward(self, d_back, grads):
-        """Gradient by the errors from that by the back-propagated errors `[N, P, G E]`."""
-        scan, sources, n = self.scan, self.scan.sources, self.n
-        slopes = sources.expand_rows(self.slope_scaled)
-        d_scaled = (d_back * self._stacked(self.back)).view(slopes.shape)
-        d_scaled = sources.collect_rows(d_scaled)  # [N, R, G E]
-        d_error_back = (d_back.view(slopes.shape) * slopes).view(d_back.shape)
-        if scan.num_hidden > 1:
-            d_error_back = d_error_back.unflatten(-1, (scan.num_hidden, -1)).sum(2)
-        d_errors = d_error_back @ self.current.mT
-        self.d_current = self.raw_errors.mT @ d_error_back
-        if not self.options.inner_norm:
-            self.d_slope = d_scaled if self.scale is None else d_scaled * self.scale
-            return d_errors
-        self.d_slope = d_scaled * self.scale[..., None]
-        d_scale = (d_scaled * self.slope).sum(-1)
-        gain = self.gain.clamp_min(1)
-        scan.in_view(grads.step_k, n).add_(d_scale * self.scale / scan.in_view(self.inputs.step_k, n))
-        d_gain = torch.where(self.gain >= 1, -d_scale * self.scale / gain, 0.0)
-        # gain_i = sum_e columns_e sum_g slope_ige^2
-        weighted = self.slope * d_gain[..., None]
-        self.d_slope.addcmul_(weighted, self.columns.repeat(1, scan.num_hidden)[:, None], value=2)
-        d_columns = weighted.mul_(self.slope).sum(1).unflatten(-1, (scan.num_hidden, -1)).sum(1)
-        self.d_current.addcmul_(self.current, d_columns[:, None], value=2)
-        return d_errors
-
-    def _errors_backward(self, grad, d_deltas, d_momenta, grads):
-        """Gradient by the start's predictions `[N, R, V]`; those by `D_1`, `S_1` and `x` are added up."""
-        scan, sources, i, n = self.scan, self.scan.sources, self.inputs, self.n
-        if self.options.inner_loss == "dot":
-            scan.in_view(grads.target, n).sub_(grad)
-            return None
-        if not self.options.errors_follow_writes:
-            d_moved = d_start = grad
-        else:
-            grad = torch.linalg.solve_triangular(self.system.mT, grad, upper=True, unitriangular=True)
-            d_system = -(grad @ self.errors.mT).view(self.gram_pairs.shape)[:, 1:]
-            before = sources.grouped(i.weights[:, n, : scan.b - 1])
-            d_before = d_system * self.gram_pairs[:, 1:]
-            if scan.pairwise:
-                before, d_before = before[:, :, None], d_before.sum(2)
-            grads.weights[:, n, : scan.b - 1] += d_before.flatten(2)
-            d_gram = sources.collect_columns(d_system * before)  # [N, n, (m,) R]
-            if scan.pairwise:
-                rows = d_gram.new_zeros(len(grad), scan.view, scan.view)
-                for m in range(sources.c):
-                    rows[:, m + 1 : m + scan.b] += d_gram[:, :, m]
-            else:
-                rows = torch.nn.functional.pad(d_gram, (0, 0, 1, 0))
-            if self.matrices > 1:
-                self.dx.baddbmm_(rows, self.x_stepped)
-                self.dx_stepped.baddbmm_(rows.mT, self.x)
-            else:
-                grads.gram_kk[:, n] += rows
-            pairs = grad.view(len(grad), scan.b, *((sources.c,) if scan.pairwise else ()), -1)
-            a = i.a_before[:, n].view(len(grad), scan.b, *(1,) * (pairs.ndim - 2))
-            d_start = sources.collect_rows(pairs)
-            d_moved = sources.collect_rows(pairs * a)
-            axes = tuple(range(2, pairs.ndim))
-            grads.a_before[:, n] += (pairs * sources.expand_rows(self.moved)).sum(axes)
-            if self.momenta[0] is not None:
-                grads.m_before[:, n] -= (pairs * sources.expand_rows(self.carried)).sum(axes)
-                d_carried = -sources.collect_rows(pairs * i.m_before[:, n].view_as(a))
-                self.dx.baddbmm_(d_carried, self.momenta[0])
-                d_momenta[0] = d_momenta[0] + d_carried.mT @ self.x
-        scan.in_view(grads.target, n).sub_(d_start)
-        self.dx.baddbmm_(d_moved, self.deltas[0])
-        d_deltas[0].baddbmm_(d_moved.mT, self.x)
-        return d_start
-
-    def _output_step_backward(self, grads):
-        """Fold the gradient by the stepped inputs into that by the inputs."""
-        if self.step is None:
-            self.dx += self.dx_stepped
-            return
-        d_step = (self.dx_stepped * self.x).sum(-1)
-        if self.d_step is not None:
-            d_step += self.d_step
-        self.dx.addcmul_(self.dx_stepped, self.step[..., None])
-        if self.matrices > 1:
-            self.dx.addcmul_(self.x, (d_step * self.step.square())[..., None], value=-2)
-        else:
-            self.scan.in_view(grads.step_k, self.n).add_(d_step)
-
-    def _hidden_of_keys_backward(self, d_deltas, d_phi, grads):
-        scan, n = self.scan, self.n
-        d_deltas[0] += self.d_current
-        if self.inputs.output_start is not None:
-            grads.output_start.add_(self.d_current.unflatten(0, (len(grads.output_start), -1)).sum(1))
-        grad = derivative_backward(self.hidden_k, self.dx, self.d_slope, scan.num_hidden)
-        if self.inputs.base_k is not None:
-            scan.in_view(grads.base_k, n).add_(grad)
-        d_phi += grad @ self.deltas[1]
-        d_deltas[1].baddbmm_(grad.mT, self.phi_k)

@@ -8,7 +8,7 @@ errors with the normalised step's weights in them, `x_i [R, in]` inputs, `z [b, 
     gd:    offset_t(z) = sum_p w_p[t] e_p (x_i(p) . z)      Muon:  offset_t(z) = sum_n s_n[t] E_n^T C_n (X z)
 
 Each class holds what its forward half made, and turns the gradients by its results into those by its arguments: in the
-order `read_backward`, `end_backward`, `finish`. Gradients by the chunk's inputs are added to `grads`.
+order `read_backward`, `end_backward` (after `ending`), `finish`. Gradients by the chunk's inputs are added to `grads`.
 """
 
 import torch
@@ -76,56 +76,72 @@ def inner_product(x, y):
     return (x * y).sum((-2, -1))
 
 
-class GradientWrites:
+class _Writes:
+    """The part that all have: `a_t D z`."""
+
+    def _decayed_backward(self, grad, grads: ChunkInputs):
+        """Gradient by `z`; sets `d_delta`."""
+        a = self.inputs.a[:, self.n, :, None]
+        by_z = grad @ self.delta
+        # sum_out grad (D z) = sum_in z (D^T grad): the product with `D z` need not be kept
+        grads.a[:, self.n] += (by_z * self.z).sum(-1)
+        self.d_delta = (grad * a).mT @ self.z
+        return by_z.mul_(a)
+
+
+class GradientWrites(_Writes):
     """gd: the writes' sum is a linear attention over the sources (recurrence, section 5)."""
 
     def __init__(self, inputs: ChunkInputs, n: int, sources: Sources, delta, momentum, x, errors):
         self.inputs, self.n, self.sources = inputs, n, sources
         self.delta, self.momentum, self.x, self.errors = delta, momentum, x, errors
 
-    def read(self, z, gram, base):
-        """`W_t z_t` for each token: `z [N, b, in]`, `gram = z x^T [N, b, R]`, `base = M_0 z` or None -> `[N, b, out]`."""
-        i, n = self.inputs, self.n
+    def reading(self, z, gram):
+        """What is read: `z [N, b, in]`, one vector a token, and `gram = z x^T [N, b, R]`."""
         self.z, self.gram = z, gram
-        self.moved = z @ self.delta.mT
-        value = decayed(base, self.moved, i.a[:, n, :, None])
-        if self.momentum is not None:
-            self.carried = z @ self.momentum.mT
-            value.addcmul_(self.carried, i.m[:, n, :, None], value=-1)
-        weights = self.sources.grouped(i.weights[:, n]) * self.sources.expand_columns(gram)
+        weights = self.sources.grouped(self.inputs.weights[:, self.n]) * self.sources.expand_columns(gram)
         self.read_weights = weights.flatten(2)
+
+    def read(self, base):
+        """`W_t z_t` for each token; `base = M_0 z` or None -> `[N, b, out]`."""
+        i, n = self.inputs, self.n
+        value = decayed(base, self.z @ self.delta.mT, i.a[:, n, :, None])
+        if self.momentum is not None:
+            value.addcmul_(self.z @ self.momentum.mT, i.m[:, n, :, None], value=-1)
         return value.baddbmm_(self.read_weights, self.errors, alpha=-1)
 
     def read_backward(self, grad, grads: ChunkInputs):
         """Gradients by `z` and `gram`; `base` has the output's own."""
         i, n = self.inputs, self.n
-        scaled = grad * i.a[:, n, :, None]
-        grads.a[:, n] += (grad * self.moved).sum(-1)
-        self.d_delta = scaled.mT @ self.z
-        dz = scaled @ self.delta
+        dz = self._decayed_backward(grad, grads)
         self.d_momentum = None
         if self.momentum is not None:
-            grads.m[:, n] -= (grad * self.carried).sum(-1)
-            scaled = grad * i.m[:, n, :, None]
-            self.d_momentum = -(scaled.mT @ self.z)
-            dz.baddbmm_(scaled, self.momentum, alpha=-1)
+            by_z = grad @ self.momentum
+            m = i.m[:, n, :, None]
+            grads.m[:, n] -= (by_z * self.z).sum(-1)
+            self.d_momentum = -((grad * m).mT @ self.z)
+            dz.addcmul_(by_z, m, value=-1)
         self.d_errors = -(self.read_weights.mT @ grad)
         d_weights = self.sources.grouped(grad @ self.errors.mT).neg_()
         grads.weights[:, n] += (d_weights * self.sources.expand_columns(self.gram)).flatten(2)
         return dz, self.sources.collect_columns(d_weights.mul_(self.sources.grouped(i.weights[:, n])))
 
-    def end(self):
-        """`D` and `S` after the chunk's last token."""
-        i, n = self.inputs, self.n
-        self.end_map = self.sources.weighted(i.end_weights[:, n])
+    def ending(self):
+        """What the chunk leaves behind, token by token."""
+        self.end_map = self.sources.weighted(self.inputs.end_weights[:, self.n])
         self.end_errors = self.end_map @ self.errors
+        if self.momentum is not None:
+            self.momentum_map = self.sources.weighted(self.inputs.end_momentum[:, self.n])
+            self.momentum_errors = self.momentum_map @ self.errors
+
+    def end(self):
+        """`D` and `S` after the chunk's last token; after `ending`."""
+        i, n = self.inputs, self.n
         delta = self.delta * i.a_end[:, n, None, None]
         delta.baddbmm_(self.end_errors.mT, self.x, alpha=-1)
         if self.momentum is None:
             return delta, None
         delta.addcmul_(self.momentum, i.m_end[:, n, None, None], value=-1)
-        self.momentum_map = self.sources.weighted(i.end_momentum[:, n])
-        self.momentum_errors = self.momentum_map @ self.errors
         momentum = self.momentum * i.beta_end[:, n, None, None]
         return delta, momentum.baddbmm_(self.momentum_errors.mT, self.x)
 
@@ -155,7 +171,7 @@ class GradientWrites:
         return self.d_delta, self.d_momentum, self.d_errors, None, None
 
 
-class MuonWrites:
+class MuonWrites(_Writes):
     """Muon without carried momentum, in token space (recurrence, section 6).
 
     A write's momentum is `S_n = E_n^T X`, `E_n [R, out]` the errors of the tokens in view as decayed and summed by `n`;
@@ -178,30 +194,30 @@ class MuonWrites:
         self.factors = factors.to(self.summed.dtype)
         self.steps = self.factors.mT @ self.summed  # C_n^T E_n [N, W, R, out]
 
-    def read(self, z, gram, base):
-        i, n = self.inputs, self.n
+    def reading(self, z, gram):
         self.z, self.gram = z, gram
-        self.moved = z @ self.delta.mT
-        value = decayed(base, self.moved, i.a[:, n, :, None])
-        self.read_weights = (i.sizes[:, n, :, :, None] * gram[:, :, None, :]).flatten(2)  # [N, b, W R]
+        sizes = self.inputs.sizes[:, self.n, :, :, None]
+        self.read_weights = (sizes * gram[:, :, None, :]).flatten(2)  # [N, b, W R]
+
+    def read(self, base):
+        value = decayed(base, self.z @ self.delta.mT, self.inputs.a[:, self.n, :, None])
         return value.baddbmm_(self.read_weights, self.steps.flatten(1, 2), alpha=-self.rate)
 
     def read_backward(self, grad, grads: ChunkInputs):
         i, n = self.inputs, self.n
-        scaled = grad * i.a[:, n, :, None]
-        grads.a[:, n] += (grad * self.moved).sum(-1)
-        self.d_delta = scaled.mT @ self.z
+        dz = self._decayed_backward(grad, grads)
         self.d_steps = (self.read_weights.mT @ grad).mul_(-self.rate).view_as(self.steps)
         d_weights = (grad @ self.steps.flatten(1, 2).mT).mul_(-self.rate)
         d_weights = d_weights.unflatten(2, (-1, self.gram.shape[-1]))
         grads.sizes[:, n] += (d_weights * self.gram[:, :, None, :]).sum(-1)
-        return scaled @ self.delta, (d_weights * i.sizes[:, n, :, :, None]).sum(2)
+        return dz, (d_weights * i.sizes[:, n, :, :, None]).sum(2)
+
+    def ending(self):
+        sizes = self.inputs.end_sizes[:, self.n, None]
+        self.combined = (sizes @ self.steps.flatten(2)).mul_(self.rate).view(-1, *self.steps.shape[2:])
 
     def end(self):
-        i, n = self.inputs, self.n
-        combined = (i.end_sizes[:, n, None] @ self.steps.flatten(2)).view(len(self.steps), *self.steps.shape[2:])
-        self.combined = combined * self.rate
-        delta = self.delta * i.a_end[:, n, None, None]
+        delta = self.delta * self.inputs.a_end[:, self.n, None, None]
         return delta.baddbmm_(self.combined.mT, self.x, alpha=-1), None
 
     def end_backward(self, d_delta, d_momentum, grads: ChunkInputs):
@@ -224,7 +240,7 @@ class MuonWrites:
         return self.d_delta, None, self.spread.mT @ d_summed, d_gram_x[:, 0], None
 
 
-class DenseMuonWrites:
+class DenseMuonWrites(_Writes):
     """Muon with carried momentum: `S_n = beta_n S + E_n^T X` has full rank and is orthogonalised as it is.
 
     The slow member of the family: its orthogonalisation is left to autograd.
@@ -245,23 +261,25 @@ class DenseMuonWrites:
             )
         self.matrices = self.steps.detach()  # [N, W, out, in]
 
-    def read(self, z, gram, base):
-        i, n = self.inputs, self.n
+    def reading(self, z, gram):
         self.z = z
-        self.moved = z @ self.delta.mT
-        value = decayed(base, self.moved, i.a[:, n, :, None])
         self.each = z[:, None] @ self.matrices.mT  # [N, W, b, out]
+
+    def read(self, base):
+        i, n = self.inputs, self.n
+        value = decayed(base, self.z @ self.delta.mT, i.a[:, n, :, None])
         return value.sub_((i.sizes[:, n].mT[..., None] * self.each).sum(1), alpha=self.rate)
 
     def read_backward(self, grad, grads: ChunkInputs):
         i, n = self.inputs, self.n
-        scaled = grad * i.a[:, n, :, None]
-        grads.a[:, n] += (grad * self.moved).sum(-1)
-        self.d_delta = scaled.mT @ self.z
+        dz = self._decayed_backward(grad, grads)
         grads.sizes[:, n] -= self.rate * (grad[:, None] * self.each).sum(-1).mT
         each = i.sizes[:, n].mT[..., None] * grad[:, None] * -self.rate
         self.d_steps = each.mT @ self.z[:, None]
-        return scaled @ self.delta + (each @ self.matrices).sum(1), None
+        return dz + (each @ self.matrices).sum(1), None
+
+    def ending(self):
+        """Nothing: the matrices written are there."""
 
     def end(self):
         i, n = self.inputs, self.n

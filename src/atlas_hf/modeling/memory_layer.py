@@ -13,6 +13,7 @@ from torch import nn
 from .configuration_atlas import AtlasConfig
 from .dispatch import select_form
 from .feature_map import PolynomialFeatureMap
+from .recompute import recomputed
 from .sequence_layout import SequenceLayout
 from .short_convolution import ShortConvolution
 
@@ -21,6 +22,10 @@ NEWEST_GATE_INIT = 0.982
 # A gate of either sign and size one makes products with heavy tails, from which little is learned for long; so it starts
 # at 1, give or take this.
 GATE_SPREAD = 0.3
+
+
+def _gated(y, gate):
+    return y * F.silu(gate)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -174,6 +179,12 @@ class AtlasMemory(nn.Module):
             gamma = gamma / gamma.sum(-1, keepdim=True).clamp_min(1)
         return F.logsigmoid(logits[..., 0]), logits[..., 1].sigmoid(), F.logsigmoid(logits[..., 2]), gamma
 
+    def _heads(self, qkv, tail, lengths):
+        """Convolved and normalised `q, k, v [B, T, H, K]`, and the convolution's new tail."""
+        qkv, tail = self.conv(qkv, tail, lengths)
+        q, k, v = (_wide(x).unflatten(-1, (self.num_heads, self.head_dim)) for x in qkv.chunk(3, -1))
+        return F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6), v, tail
+
     @fetches_weights_of("memory_weights", "feature_map")
     def _mix(self, hidden_states, layout, states, keep_states: bool):
         """Output `[B, T, D]` and, if wanted, the states to go on from; `states=None` begins every sequence anew."""
@@ -184,14 +195,12 @@ class AtlasMemory(nn.Module):
         lengths = None
         if layout is not None:
             qkv, gates, lengths = layout.gather(qkv), [layout.gather(g) for g in gates], layout.lengths
-        qkv, tail = self.conv(qkv, None if states is None else states["conv"], lengths)
-        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in qkv.chunk(3, -1))
-        q, k = F.normalize(_wide(q), dim=-1, eps=1e-6), F.normalize(_wide(k), dim=-1, eps=1e-6)
+        q, k, v, tail = recomputed(self._heads, qkv, None if states is None else states["conv"], lengths)
         log_alpha, eta, log_theta, gamma = gates
-        y, new_states = select_form(qkv.shape[1], states is not None)(
+        y, new_states = select_form(q.shape[1], states is not None)(
             q,
             k,
-            _wide(v),
+            v,
             tuple(self.memory_weights),
             log_alpha=log_alpha,
             eta=eta,
@@ -216,7 +225,7 @@ class AtlasMemory(nn.Module):
         y = self.norm(y).flatten(2).to(hidden_states.dtype)
         if layout is not None:
             y = layout.scatter(y, batch, num_tokens)
-        output = self.o_proj(y * F.silu(self.g_proj(hidden_states)))
+        output = self.o_proj(recomputed(_gated, y, self.g_proj(hidden_states)))
         if not keep_states:
             return output, None
         new_states = {**new_states, "conv": _wide(tail)}

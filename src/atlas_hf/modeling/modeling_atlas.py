@@ -24,6 +24,7 @@ from .cache_atlas import check_cache, positions_seen
 from .checkpoint_fit import check_fit
 from .configuration_atlas import LAYER_TYPE, AtlasConfig
 from .memory_layer import AtlasMemory
+from .recompute import recomputed
 from .sequence_layout import SequenceLayout, next_labels
 
 # Labels of this value are no labels.
@@ -55,7 +56,11 @@ class AtlasMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        return self.down_proj(recomputed(self._gated, gate, up))
+
+    def _gated(self, gate, up):
+        return self.act_fn(gate) * up
 
 
 class AtlasDecoderLayer(GradientCheckpointingLayer):

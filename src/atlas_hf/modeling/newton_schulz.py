@@ -86,6 +86,8 @@ def newton_schulz_factors(
 def newton_schulz_factors_forward(gram_e, gram_x, steps, coefficients=COEFFICIENTS, eps=EPS):
     """`newton_schulz_factors` and what `newton_schulz_factors_backward` needs of it."""
     a, b, c = coefficients
+    shapes = gram_e.shape, gram_x.shape
+    gram_e, gram_x = (x.flatten(0, -3) if x.ndim > 2 else x[None] for x in torch.broadcast_tensors(gram_e, gram_x))
     traces = gram_e.diagonal(dim1=-2, dim2=-1).sum(-1) * gram_x.diagonal(dim1=-2, dim2=-1).sum(-1)
     floor = CANCELLED * traces[..., None, None]
     inner = (gram_e * gram_x).sum((-2, -1), keepdim=True)
@@ -95,43 +97,46 @@ def newton_schulz_factors_forward(gram_e, gram_x, steps, coefficients=COEFFICIEN
     factor, history = None, []
     for _ in range(steps):
         # The first step starts from C = 1
-        half = gram_x if factor is None else factor @ gram_x  # C G_X
-        whole = half if factor is None else half @ factor.mT
-        p = whole @ scaled
-        pc = p if factor is None else p @ factor
+        half = gram_x if factor is None else torch.bmm(factor, gram_x)  # C G_X
+        whole = half if factor is None else torch.bmm(half, factor.mT)
+        p = torch.bmm(whole, scaled)
+        pc = p if factor is None else torch.bmm(p, factor)
         history.append((factor, half, whole, p, pc))
-        step = b * pc
+        step = torch.baddbmm(pc, p, pc, beta=b, alpha=c)
         if factor is None:
             step.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
             step.add_(factor, alpha=a)
-        factor = step.add_(p @ pc, alpha=c)
+        factor = step
     if factor is None:
         factor = torch.eye(gram_x.shape[-1], dtype=gram_x.dtype, device=gram_x.device).expand_as(scaled).clone()
     result = factor / norm
-    return result, (gram_e, gram_x, norm, cancelled, scaled, history, result, coefficients)
+    tape = (shapes, gram_e, gram_x, norm, cancelled, scaled, history, result, coefficients)
+    return result.view(torch.broadcast_shapes(*shapes)), tape
 
 
 def newton_schulz_factors_backward(tape, grad):
     """Gradients by `gram_e` and `gram_x` (summed over the axes along which it was shared)."""
-    gram_e, gram_x, norm, cancelled, scaled, history, result, (a, b, c) = tape
+    shapes, gram_e, gram_x, norm, cancelled, scaled, history, result, (a, b, c) = tape
+    shape, grad = grad.shape, grad.reshape(result.shape)
     d_norm = -(grad * result).sum((-2, -1), keepdim=True) / norm
     grad = grad / norm
     d_scaled, d_gram_x = torch.zeros_like(scaled), torch.zeros_like(scaled)
     for factor, half, whole, p, pc in reversed(history):
-        d_pc = (p.mT @ grad).mul_(c).add_(grad, alpha=b)
-        d_p = (grad @ pc.mT).mul_(c)
+        d_pc = torch.baddbmm(grad, p.mT, grad, beta=b, alpha=c)
+        d_p = torch.bmm(grad, pc.mT).mul_(c)
         if factor is None:
             d_p += d_pc
-            d_gram_x += d_p @ scaled.mT
-            d_scaled += whole.mT @ d_p
+            d_gram_x.baddbmm_(d_p, scaled.mT)
+            d_scaled.baddbmm_(whole.mT, d_p)
             continue
-        d_p += d_pc @ factor.mT
-        d_whole = d_p @ scaled.mT
-        d_scaled += whole.mT @ d_p
-        d_half = d_whole @ factor
-        d_gram_x += factor.mT @ d_half
-        grad = (p.mT @ d_pc).add_(grad, alpha=a).add_(d_half @ gram_x.mT).add_(d_whole.mT @ half)
+        d_p.baddbmm_(d_pc, factor.mT)
+        d_whole = torch.bmm(d_p, scaled.mT)
+        d_scaled.baddbmm_(whole.mT, d_p)
+        d_half = torch.bmm(d_whole, factor)
+        d_gram_x.baddbmm_(factor.mT, d_half)
+        grad = torch.baddbmm(grad, p.mT, d_pc, beta=a)
+        grad.baddbmm_(d_half, gram_x.mT).baddbmm_(d_whole.mT, half)
     d_norm -= 2 * (d_scaled * scaled).sum((-2, -1), keepdim=True) / norm
     d_square = d_norm / (2 * norm)
     d_inner = torch.where(cancelled, 0.0, d_square)
@@ -141,7 +146,7 @@ def newton_schulz_factors_backward(tape, grad):
     d_floor = torch.where(cancelled, CANCELLED * d_square, 0.0)[..., 0]
     d_gram_e.diagonal(dim1=-2, dim2=-1).add_(d_floor * gram_x.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True))
     d_gram_x.diagonal(dim1=-2, dim2=-1).add_(d_floor * gram_e.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True))
-    return d_gram_e.sum_to_size(gram_e.shape), d_gram_x.sum_to_size(gram_x.shape)
+    return tuple(d.view(shape).sum_to_size(s) for d, s in zip((d_gram_e, d_gram_x), shapes, strict=True))
 
 
 class _Factors(torch.autograd.Function):

@@ -8,60 +8,78 @@ import math
 
 import torch
 
+from .chunk_backward import ChunkBackward
 from .chunk_inputs import ChunkInputs, gather_inputs
 from .chunk_scan import Chunk, ChunkScan
 from .memory_network import stack_hidden
+from .recompute import recomputed
 from .recurrence_operator import Call, atlas_operator, on_grid
 from .recurrence_state import Fast, Grid
+
+# Inputs that only the outputs and the errors come from: the backward pass has the errors, and asks for no outputs.
+_FORWARD_ONLY = ("base_k", "base_q", "target")
 
 
 class _Walk(torch.autograd.Function):
     """All chunks of a sequence, one after the other, as one node of the graph.
 
-    Kept for the backward pass: the inputs, and the state at the start of every group of about `sqrt(n)` chunks. The
-    backward pass goes through the groups from the last to the first, takes each group's chunks again, with their
-    intermediates, and then their gradients. Not twice differentiable.
+    Kept for the backward pass: the inputs, of every chunk the hidden pre-activations and the errors, in the inputs' place
+    that they were made of, and the state at the start of every group of chunks. The backward pass goes through the groups
+    from the last to the first, makes the rest of each chunk again, and then its gradients. Not twice differentiable.
     """
 
     @staticmethod
     def forward(ctx, settings, num_state, *tensors):
         state, inputs = tensors[:num_state], ChunkInputs(*tensors[num_state:])
         scan = ChunkScan(inputs, *settings.arguments)
-        starts, outputs = [], []
-        for first, last in settings.groups():
-            starts += state
+        needed = any(ctx.needs_input_grad)
+        starts, kept, outputs = [], [], []
+        groups = settings.groups(state, inputs)
+        for first, last in groups:
+            starts += state if needed else ()
             for n in range(first, last):
-                y, end = Chunk(scan, n).forward(state, settings.takes_end(n))
-                outputs.append(y)
-                state = state if end is None else end
-        ctx.settings, ctx.num_state = settings, num_state
-        ctx.save_for_backward(*starts, *tensors[num_state:])
+                chunk = Chunk(scan, n, state)
+                outputs.append(chunk.forward())
+                if needed:
+                    kept += chunk.kept
+                if settings.takes_end(n):
+                    chunk.ending()
+                    state = chunk.end()
+        if needed:
+            ctx.settings, ctx.num_state, ctx.groups = settings, num_state, groups
+            ctx.shapes = ChunkInputs(*(None if x is None else x.shape for x in inputs))
+            inputs = inputs._replace(**dict.fromkeys(_FORWARD_ONLY))
+            ctx.save_for_backward(*starts, *kept, *inputs)
         # A state that no chunk changed is an input, and an output must be a tensor of its own
         return torch.cat(outputs, 1), *(x.clone() if any(x is s for s in tensors[:num_state]) else x for x in state)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, *d_state):
-        settings, num_state = ctx.settings, ctx.num_state
-        saved = ctx.saved_tensors
-        num_groups = len(settings.groups())
-        inputs = ChunkInputs(*saved[num_groups * num_state :])
+        settings, num_state, groups = ctx.settings, ctx.num_state, ctx.groups
+        saved, num_starts = ctx.saved_tensors, len(groups) * num_state
+        num_kept = 4 * settings.num_chunks
+        inputs = ChunkInputs(*saved[num_starts + num_kept :])
         scan = ChunkScan(inputs, *settings.arguments)
-        grads = ChunkInputs(*(None if x is None or not x.is_floating_point() else torch.zeros_like(x) for x in inputs))
-        for group in reversed(range(num_groups)):
+        grads = ChunkInputs(*(None if shape is None else dy.new_zeros(shape) for shape in ctx.shapes))
+        for group in reversed(range(len(groups))):
             state, chunks = saved[group * num_state : (group + 1) * num_state], []
-            for n in range(*settings.groups()[group]):
-                chunk = Chunk(scan, n)
-                _, end = chunk.forward(state, settings.takes_end(n))
+            first, last = groups[group]
+            for n in range(first, last):
+                chunk = ChunkBackward(scan, n, state)
+                chunk.restore(saved[num_starts + 4 * n : num_starts + 4 * n + 4])
                 chunks.append(chunk)
-                state = state if end is None else end
+                if settings.takes_end(n):
+                    chunk.ending()
+                if n + 1 < last:
+                    state = chunk.end()
             while chunks:
                 chunk = chunks.pop()
                 n, b = chunk.n, scan.b
                 taken = settings.takes_end(n)
                 before = chunk.backward(dy[:, n * b : (n + 1) * b], d_state if taken else None, grads)
                 d_state = before if taken else tuple(x + y for x, y in zip(before, d_state, strict=True))
-        return None, None, *d_state, *grads
+        return None, None, *d_state, *grads._replace(complete=None)
 
 
 class _Settings:
@@ -78,8 +96,11 @@ class _Settings:
     def takes_end(self, n: int) -> bool:
         return n < self.last_end
 
-    def groups(self) -> list[tuple[int, int]]:
-        size = math.isqrt(self.num_chunks)
+    def groups(self, state, inputs: ChunkInputs) -> list[tuple[int, int]]:
+        """As small as keeping a state for each allows in an eighth of the inputs' room; at most `sqrt(n)` chunks."""
+        room = sum(x.numel() for x in inputs if x is not None) / 8
+        fits = max(1, room // sum(x.numel() for x in state))
+        size = min(math.ceil(self.num_chunks / fits), math.isqrt(self.num_chunks))
         return [(first, min(first + size, self.num_chunks)) for first in range(0, self.num_chunks, size)]
 
 
@@ -138,7 +159,7 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
     matrices = [m if len(m) < 3 else (m[0], stack_hidden(m[1:])) for m in fast if m]
     state = [x.flatten(0, 1).contiguous() for m in matrices for x in m]
     pairwise = call.options.errors_follow_writes and grid.tokens.gamma.shape[-1] > 1
-    y, *state = _Walk.apply(settings, len(state), *state, *gather_inputs(grid, call, pairwise))
+    y, *state = _Walk.apply(settings, len(state), *state, *recomputed(gather_inputs, grid, call, pairwise))
     heads, batch = call.q.shape[2], call.q.shape[0]
     y = y.unflatten(0, (heads, batch)).permute(1, 2, 0, 3)
     if call.residual_scale is not None:
