@@ -67,7 +67,7 @@ def derivative_backward(
     return torch.cat([by_u2, grad * F.gelu(u2) + d2 * first], -1)
 
 
-def output_gain(slope: torch.Tensor, output_matrix: torch.Tensor) -> torch.Tensor:
+def output_gain(slope: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """How strongly a token's hidden pre-activations move its output: `|W1 diag(dh/du)|_F^2`, of all hidden matrices together.
 
     A step of the hidden matrices changes the output by up to this times the error, so the normalised step divides by it
@@ -76,12 +76,11 @@ def output_gain(slope: torch.Tensor, output_matrix: torch.Tensor) -> torch.Tenso
 
     Args:
         slope: `[..., N, G E]`.
-        output_matrix: `W1 [..., V, E]`.
+        columns: `[..., 1, E]`, squared lengths of the columns of `W1`.
 
     Returns:
         `[..., N]`.
     """
-    columns = output_matrix.square().sum(-2, keepdim=True)  # [..., 1, E]
     squares = slope.square().unflatten(-1, (-1, columns.shape[-1])).sum(-2)
     return (squares * columns).sum(-1)
 

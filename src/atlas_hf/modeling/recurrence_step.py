@@ -100,15 +100,25 @@ class _Step:
             if self.options.momentum != "none":
                 new[m.gradient] = zeros(self.slots, matrix.shape[1])
         if self.deep:
-            new["step_hidden"] = zeros(self.slots, self.num_hidden * self.memory[1].shape[1])
+            hidden = self.memory[1].shape[1]
+            new["step_x"] = zeros(self.slots, hidden)
+            new["step_window"] = zeros(self.earlier, self.num_hidden * hidden)
+            new["step_columns"] = zeros(hidden)
         return new
 
     def _anchor(self, work: State) -> None:
-        """Take the hidden pre-activations of the tokens before the chunk again, at the matrices that stand now."""
-        if self.deep and self.earlier:
+        """Take at the matrices that stand now: hidden units of the tokens before the chunk, lengths of `W1`'s columns."""
+        if not self.deep:
+            return
+        if self.earlier:
             k = work["k"][:, : self.earlier].transpose(1, 2)
             hidden = self._at_start(self._features(k), stack_hidden(self.memory[1:]), self._stacked(work, "matrix"))
-            work["step_hidden"] = torch.cat([hidden, work["step_hidden"][:, :, self.earlier :]], 2)
+            work["step_window"] = hidden
+            x = activate(hidden, self.num_hidden)
+            work["step_x"] = torch.cat([x, work["step_x"][:, :, self.earlier :]], 2)
+        if self.options.inner_norm:
+            output = work["matrix_0"] if self.base is None else work["matrix_0"] + self.memory[0]
+            work["step_columns"] = output.square().sum(-2)
 
     def _features(self, x):
         return x if self.feature_map is None else self.feature_map(x, head_axis=1)
@@ -136,8 +146,11 @@ class _Step:
 
     # One token
 
-    def _write(self, work: State, token: State) -> State:
-        """The state after this token's writes; here `k` and `v` have a slot more, for a chunk's last token."""
+    def _write(self, work: State, token: State, hidden) -> State:
+        """The state after this token's writes; here `k` and `v` have a slot more, for a chunk's last token.
+
+        `hidden [B, H, 1, G E]`: the key's pre-activations at the chunk's start, of a deep memory.
+        """
         options, new = self.options, dict(work)
         phase = work["position"] % options.chunk_size
         slot = torch.arange(self.slots, device=phase.device)
@@ -159,11 +172,11 @@ class _Step:
         gather = spread.transpose(-1, -2)
         k_window, v_window = gather @ k, gather @ new["v"].transpose(1, 2)
         if self.deep:
-            phi = self._features(token["k"][:, :, None])
-            entry = self._at_start(phi, stack_hidden(self.memory[1:]), self._stacked(work, "matrix"))
-            new["step_hidden"] = torch.where(here[:, None, :, None], entry, work["step_hidden"])
-            x = activate(new["step_hidden"], self.num_hidden)
-            x_window, slope = activate_with_derivative(gather @ new["step_hidden"], self.num_hidden)
+            in_window = torch.cat([work["step_window"], hidden], 2)
+            new["step_window"] = in_window[:, :, 1:]
+            x_window, slope = activate_with_derivative(in_window.flip(2), self.num_hidden)  # newest first
+            x = torch.where(here[:, None, :, None], x_window[:, :, :1], work["step_x"])
+            new["step_x"] = x
         else:
             x, x_window = self._features(k), self._features(k_window)
 
@@ -178,12 +191,14 @@ class _Step:
                 errors = errors + self._at_start(x_window, self.memory[0], work["matrix_0"])
         gradients = [errors]
         if self.deep:
-            current = work["matrix_0"] if self.base is None else work["matrix_0"] + self.memory[0]
-            gradients += [(errors @ current) * part for part in slope.chunk(self.num_hidden, -1)]
+            back = errors @ work["matrix_0"]
+            if self.base is not None:
+                back = back + self._shared(errors, self.memory[0].transpose(-1, -2))
+            gradients += [back * part for part in slope.chunk(self.num_hidden, -1)]
         if options.inner_norm:
             sizes = [x_window.square().sum(-1) + INNER_NORM_EPS]
             if self.deep:
-                gain = output_gain(slope, current).clamp_min(1)
+                gain = output_gain(slope, work["step_columns"][:, :, None]).clamp_min(1)
                 sizes += [(self._squared_norm(k_window) + INNER_NORM_EPS) * gain] * self.num_hidden
             gradients = [g / n[..., None] for g, n in zip(gradients, sizes, strict=True)]
         weights = spread * gamma[:, :, None]
@@ -229,20 +244,32 @@ class _Step:
 
     def _read(self, work, m: _Matrix, z, gram):
         """`W_t z` for `z [B, H, N, in]`, `gram = z x^T [B, H, N, R]`."""
-        y = work["step_log_a"].exp()[..., None, None] * (z @ work[m.delta].transpose(-1, -2))
+        base = None if self.base is None else self._shared(z, self.memory[m.index])
+        return self._reading(work, m, z, gram, z @ work[m.delta].transpose(-1, -2), base)
+
+    def _reading(self, work, m: _Matrix, z, gram, moved, base):
+        y = work["step_log_a"].exp()[..., None, None] * moved
         if m.carry and not m.by_muon:
             y = y - work["step_m"][..., None, None] * (z @ work[m.momentum].transpose(-1, -2))
         y = y - (z @ work[m.offset].transpose(-1, -2) if m.dense else gram @ work[m.offset])
-        return y if self.base is None else y + self._shared(z, self.memory[m.index])
+        return y if base is None else y + base
 
-    def _output(self, work, q):
-        """`M_t(q)`: `[B, H, K] -> [B, H, V]`; `work` holds the token's own writes."""
-        z = q[:, :, None]
-        features, gram = self._features(z), self._kernel(z, work["k"].transpose(1, 2))
+    def _hidden_at_start(self, work, phi):
+        """Pre-activations at the chunk's start of a few tokens, `M_0 phi` and `D phi`: `[B, H, N, G E]`; None if linear."""
+        if not self.deep:
+            return None, None
+        moved = phi @ self._stacked(work, "matrix").transpose(-1, -2)
+        return None if self.base is None else self._shared(phi, stack_hidden(self.memory[1:])), moved
+
+    def _output(self, work, q, features, base, moved):
+        """`M_t(q)`: `[B, H, K] -> [B, H, V]`, from `phi(q)` and its `_hidden_at_start`; `work` holds the token's writes."""
+        gram = self._kernel(q[:, :, None], work["k"].transpose(1, 2))
         if self.deep:
-            hidden = torch.cat([self._read(work, m, features, gram) for m in self.matrices[1:]], -1)
-            features = activate(hidden, self.num_hidden)
-            gram = features @ activate(work["step_hidden"], self.num_hidden).transpose(-1, -2)
+            parts = [None] * self.num_hidden if base is None else base.chunk(self.num_hidden, -1)
+            parts = zip(self.matrices[1:], moved.chunk(self.num_hidden, -1), parts, strict=True)
+            hidden = [self._reading(work, m, features, gram, *part) for m, *part in parts]
+            features = activate(hidden[0] if len(hidden) == 1 else torch.cat(hidden, -1), self.num_hidden)
+            gram = features @ work["step_x"].transpose(-1, -2)
         y = self._read(work, self.matrices[0], features, gram)[:, :, 0]
         return y if self.rho is None else y + self.rho * q
 
@@ -253,7 +280,7 @@ class _Step:
         k = work["k"].transpose(1, 2)
         for m in self.matrices:
             of_hidden = m.index == 0 and self.deep
-            x = activate(work["step_hidden"], self.num_hidden) if of_hidden else self._features(k)
+            x = work["step_x"] if of_hidden else self._features(k)
             offset = work[m.offset] if m.dense else work[m.offset].transpose(-1, -2) @ x
             new[m.delta] = a * work[m.delta] - offset
             if m.carry:
@@ -272,8 +299,16 @@ class _Step:
 
     def take(self, work: State, token: State, rows=None, q=None) -> torch.Tensor | None:
         """Take one token in, in place of `work`; `rows [B]` that have none stay as they are. Returns the output at `q`."""
-        new = self._write(work, token)
-        y = None if q is None else self._output(new, q)
+        phi = self._features(token["k"][:, :, None] if q is None else torch.stack([token["k"], q], 2))
+        base, moved = self._hidden_at_start(work, phi)
+        hidden = None
+        if self.deep:
+            hidden = moved[:, :, :1] if base is None else moved[:, :, :1] + base[:, :, :1]
+        new = self._write(work, token, hidden)
+        y = None
+        if q is not None:
+            start = (None if x is None else x[:, :, 1:] for x in (base, moved))
+            y = self._output(new, q, phi[:, :, 1:], *start)
         ended = new["position"] % self.options.chunk_size == 0
         folded = self._end_chunk(new) if torch.compiler.is_compiling() or bool(ended.any()) else None
         for name in ("k", "v"):
