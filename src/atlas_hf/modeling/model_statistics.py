@@ -62,7 +62,9 @@ def state_bytes(config: AtlasConfig, decoding: bool = True) -> int:
             by_muon = config.rule == "muon" and (i > 0 or config.output_errors == "anchored")
             head += out * width if by_muon and carry else slots * out
             head += 0 if config.momentum == "none" else slots * out
-        head += slots * sum(out for out, _ in shapes[1:])
+        if len(shapes) > 1:  # activations of all slots, pre-activations of the window, lengths of W1's columns
+            expansion, earlier = shapes[0][1], config.omega_window - 1
+            head += (slots + 1) * expansion + earlier * sum(out for out, _ in shapes[1:])
     tail = 3 * config.num_attention_heads * config.head_dim * (config.conv_kernel_size - 1)
     layer = (config.num_attention_heads * head + tail) * _FLOAT_BYTES + _POSITION_BYTES
     return config.num_hidden_layers * layer
