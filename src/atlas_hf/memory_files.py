@@ -46,6 +46,7 @@ def save_memory(cache: Cache, path: str | Path, model: nn.Module | None = None) 
     Raises:
         TypeError: the cache is none of an Atlas model.
         ValueError: it has seen no tokens, or those of another model than `model`.
+        FileNotFoundError: there is no folder of `path`.
     """
     _check_layers(cache)
     first = cache.layers[0]
@@ -65,6 +66,8 @@ def save_memory(cache: Cache, path: str | Path, model: nn.Module | None = None) 
     metadata = {"format": FORMAT, "version": FORMAT_VERSION, "positions": str(int(cache.get_seq_length()))}
     metadata |= {"origin": described, "fingerprint": _digest(described.encode())}
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to save the memory in: create it first")
     partial = path.with_name(path.name + ".partial")
     try:
         save_file(tensors, partial, metadata)
@@ -81,6 +84,8 @@ def load_memory(path: str | Path, model: nn.Module) -> DynamicCache:
         ValueError: the file holds no memory, or one of another configuration, dtype or other weights; names them.
     """
     path, base = Path(path), _base_of(model)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}: name one that `save_memory` wrote")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

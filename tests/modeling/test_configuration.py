@@ -194,3 +194,13 @@ def test_no_field_is_a_generation_parameter():
 
     parameters = set(GenerationConfig().to_dict()) - {"use_cache", "pad_token_id", "bos_token_id", "eos_token_id"}
     assert not parameters & set(AtlasConfig.__annotations__)
+
+
+def test_whole_numbers_are_numbers():
+    assert AtlasConfig.atlas(hidden_rate=1, residual_scale=1).residual_scale == 1
+
+
+@pytest.mark.parametrize("pad", [-1, 50])
+def test_the_padding_token_has_an_embedding(pad):
+    with pytest.raises(StrictDataclassError, match=f"pad_token_id={pad} is not allowed.*vocab_size=50"):
+        AtlasConfig(vocab_size=50, pad_token_id=pad)

@@ -126,6 +126,32 @@ def test_second_turn_of_unequal_rows(small_model, random_ids, preset):
         assert torch.equal(second[row, -12:], alone[0, -12:])
 
 
+@torch.no_grad()
+def test_assisted_generation_leaves_no_recording_on(small_model, random_ids):
+    """What is recorded for `crop` grows with every token; a cache that was set to record stays so."""
+    model, ids = small_model(), random_ids(1, 9)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    cache = model.generate(ids, prompt_lookup_num_tokens=3, **arguments).cache
+    assert not any(layer.record_past for layer in cache.layers)
+    given = DynamicCache(config=model.config)
+    model.generate(ids, prompt_lookup_num_tokens=3, cache=given, max_new_tokens=8, do_sample=False)
+    assert not any(layer.record_past for layer in given.layers)
+    wanted = DynamicCache(config=model.config)
+    wanted.activate_past_recording()
+    model.generate(ids, prompt_lookup_num_tokens=3, cache=wanted, max_new_tokens=8, do_sample=False)
+    assert all(layer.record_past for layer in wanted.layers)
+
+
+@torch.no_grad()
+def test_generating_without_a_new_token_says_so(small_model, random_ids):
+    model = small_model()
+    cache = model(random_ids(1, 12)).cache
+    with pytest.raises(ValueError, match="there is no new token"):
+        model.generate(random_ids(1, 3), cache=cache, max_new_tokens=2)
+    with pytest.raises(ValueError, match="input_ids is empty"):
+        model(torch.zeros(1, 0, dtype=torch.long))
+
+
 @pytest.mark.parametrize("assistant", ["itself", "a stranger"])
 def test_assisted(small_model, random_ids, preset, assistant):
     model, ids = small_model(preset), random_ids(1, 7)

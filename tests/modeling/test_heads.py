@@ -65,6 +65,38 @@ def test_sequence_classification_reads_the_last_real_token(small_config, random_
     assert_equal_logits(logits, torch.cat(alone))
 
 
+@torch.no_grad()
+def test_sequence_classification_believes_the_mask(small_config, random_ids, assert_equal_logits):
+    """Whatever stands at the pads, and without ids too; without mask and padding token nobody could tell."""
+    model = AtlasForSequenceClassification(small_config(num_labels=3)).double().eval()
+    ids = random_ids(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    alone = torch.cat([model(ids[:1, :6]).logits, model(ids[1:]).logits])
+    assert_equal_logits(model(ids, attention_mask=mask).logits, alone)
+    embeds = model.get_input_embeddings()(ids)
+    assert_equal_logits(model(inputs_embeds=embeds, attention_mask=mask).logits, alone)
+    cache = model(ids[:, :4], attention_mask=mask[:, :4], use_cache=True).cache
+    assert_equal_logits(model(ids[:, 4:], attention_mask=mask, cache=cache).logits, alone)
+    with pytest.raises(ValueError, match="2 rows, and nothing says where each ends"):
+        model(inputs_embeds=embeds)
+
+
+@pytest.mark.parametrize("kind", [AtlasForSequenceClassification, AtlasForTokenClassification])
+def test_no_label_is_nothing_to_learn_from(small_config, random_ids, kind):
+    model, ids = kind(small_config(num_labels=3)), random_ids(2, 9)
+    labels = torch.full((2,) if kind is AtlasForSequenceClassification else (2, 9), -100)
+    loss = model(ids, labels=labels).loss
+    assert loss.item() == 0
+    loss.backward()
+    assert all(p.grad is None or torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+def test_no_label_by_another_number(small_model, random_ids):
+    model, ids = small_model(), random_ids(2, 9)
+    assert model(ids, labels=torch.full_like(ids, -1), ignore_index=-1).loss.item() == 0
+
+
 def test_training_lowers_the_loss(small_model, random_ids, preset):
     model, ids = small_model(preset, dtype=torch.float32, initializer_range=0.02).train(), random_ids(4, 12)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

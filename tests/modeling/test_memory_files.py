@@ -208,3 +208,11 @@ def test_speculative_decoding_from_a_snapshot(small_model, random_ids, tmp_path,
         assert torch.equal(model.generate(question, cache=cache, **arguments), expected)
     assert_equal_states(states_of(kept), before)
     assert kept.get_seq_length() == 18
+
+
+def test_refuses_places_that_are_not_there(small_model, random_ids, tmp_path):
+    model = small_model()
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing to save the memory in"):
+        save_memory(read(model, random_ids(1, 5)), tmp_path / "missing" / "memory.safetensors")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        load_memory(tmp_path, model)

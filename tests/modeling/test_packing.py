@@ -127,6 +127,19 @@ def test_refuses_what_does_not_fit(packed, arguments, message):
         model(ids, **arguments)
 
 
+@torch.no_grad()
+def test_boundaries_of_keys_alone(packed, assert_equal_logits):
+    model, ids, expected = packed()
+    cu = boundaries()["cu_seq_lens_q"]["cu_seq_lens_q"]
+    assert_equal_logits(model(ids, cu_seq_lens_k=cu).logits, expected)
+
+
+@pytest.mark.parametrize("width", [5, 12])
+def test_refuses_positions_of_other_tokens(small_model, random_ids, width):
+    with pytest.raises(ValueError, match=rf"position_ids must be \(2, 10\), got \(1, {width}\)"):
+        small_model()(random_ids(2, 10), position_ids=torch.arange(width)[None])
+
+
 def test_refuses_packing_on_a_used_cache(packed, random_ids):
     model, ids, _ = packed()
     with torch.no_grad():

@@ -129,6 +129,10 @@ class AtlasCacheLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         self.record_past = True
 
+    def deactivate_past_recording(self) -> None:
+        """Forget what was recorded, and record no more: what is recorded grows with the tokens."""
+        self.record_past, self._recorded = False, None
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last `-tokens_to_remove` tokens back: restore the recorded states and replay the tokens that stay."""
         if tokens_to_remove > 0:
@@ -224,6 +228,12 @@ def detach_cache(cache: Cache) -> Cache:
     for layer in cache.layers:
         layer.detach()
     return cache
+
+
+def recording_layers(cache: Cache | None) -> list[AtlasCacheLayer]:
+    """Layers that keep what `crop` needs; none without a cache."""
+    layers = [] if cache is None else cache.layers
+    return [layer for layer in layers if getattr(layer, "record_past", False)]
 
 
 def positions_seen(cache: Cache | None) -> int | torch.Tensor:

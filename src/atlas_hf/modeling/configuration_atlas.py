@@ -141,15 +141,15 @@ class AtlasConfig(PreTrainedConfig):
     feature_degree: int = 2
     feature_rank: int | None = None
     inner_norm: bool = True
-    hidden_rate: float = 0.1
+    hidden_rate: int | float = 0.1
     decay_to: str = "init"
-    residual_scale: float = 0.0
+    residual_scale: int | float = 0.0
     retention_init: float = 0.999
     learning_rate_init: float = 0.5
     momentum_init: float = 0.5
     window_gate_init: float = 0.02
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
+    initializer_range: int | float = 0.02
+    rms_norm_eps: int | float = 1e-6
     use_cache: bool = True
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
@@ -276,6 +276,11 @@ class AtlasConfig(PreTrainedConfig):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}: "
                 "change one of them, or set head_dim"
+            )
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id={self.pad_token_id} is not allowed: it must lie between 0 and vocab_size={self.vocab_size}, "
+                "excluded; leave it out if there is no padding token"
             )
         self._validate_memory()
 

@@ -11,7 +11,11 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto import modeling_auto
 from transformers.processing_utils import Unpack
@@ -20,9 +24,10 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache_atlas import check_cache, positions_seen
+from .cache_atlas import check_cache, positions_seen, recording_layers
 from .checkpoint_fit import check_fit
 from .configuration_atlas import LAYER_TYPE, AtlasConfig
+from .forward_arguments import check_mask, packed_segments
 from .memory_layer import AtlasMemory
 from .recompute import recomputed
 from .sequence_layout import SequenceLayout, next_labels
@@ -126,93 +131,6 @@ class AtlasPreTrainedModel(PreTrainedModel):
             mixer.reset_parameters(init)
 
 
-def _check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tensor | None:
-    """The current tokens' part of a 2D mask as booleans, or `None` if every token is real."""
-    if attention_mask is None:
-        return None
-    if isinstance(attention_mask, dict):
-        attention_mask = attention_mask[LAYER_TYPE]
-        if attention_mask is None:
-            return None
-    if attention_mask.ndim != 2:
-        raise ValueError(
-            f"attention_mask must be [batch, tokens], got {tuple(attention_mask.shape)}: a memory has no pairs of tokens "
-            "to mask, only tokens that exist or do not"
-        )
-    length, compiling = attention_mask.shape[1], torch.compiler.is_compiling()
-    fits = length >= num_tokens if compiling else length in (num_tokens, int(past) + num_tokens)
-    if attention_mask.shape[0] != batch or not fits:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, but there are {batch} rows of {num_tokens} new tokens"
-            f" after {int(past)} cached ones: give [{batch}, {int(past) + num_tokens}], or only the new tokens' part"
-        )
-    mask = attention_mask[:, length - num_tokens :]
-    if not compiling and mask.is_floating_point() and not bool((mask >= 0).all()):
-        raise ValueError(
-            f"attention_mask holds {mask.min().item()}: give 1 (or true) for tokens that exist and 0 for others, not terms "
-            "to add to attention scores"
-        )
-    mask = mask.bool()
-    if not compiling and bool(mask.all()):
-        return None
-    return mask
-
-
-def _begins(numbers, mask, steps):
-    """Tokens `[B, T]` at which a document begins after another: where `steps` finds one in the differences of `numbers`.
-
-    A masked token does not exist: differences are those between neighbouring real tokens.
-    """
-    begins = torch.zeros(numbers.shape, dtype=torch.bool, device=numbers.device)
-    if mask is None:
-        begins[:, 1:] = steps(numbers.diff())
-        return begins
-    order = torch.sort((~mask).to(torch.uint8), dim=1, stable=True).indices  # the real ones first
-    found = steps(numbers.gather(1, order).diff()) & mask.gather(1, order)[:, 1:]
-    return begins.scatter(1, order[:, 1:], found)
-
-
-def _packed_segments(kwargs, position_ids, mask, batch, num_tokens, device, past):
-    """Document numbers `[B, T]` of a packed batch from `seq_idx`, `cu_seq_lens_q` or restarting `position_ids`."""
-    seq_idx, cu, cu_k = (kwargs.pop(name, None) for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"))
-    for name in ("max_length_q", "max_length_k"):
-        kwargs.pop(name, None)
-    if cu is not None and cu_k is not None and not torch.equal(cu, cu_k):
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: an Atlas token reads the document that it stands in")
-    told = {}
-    if seq_idx is not None:
-        if tuple(seq_idx.shape) != (batch, num_tokens):
-            raise ValueError(f"seq_idx must be {(batch, num_tokens)}, got {tuple(seq_idx.shape)}")
-        told["seq_idx"] = _begins(seq_idx, mask, lambda step: step != 0)
-    if cu is not None:
-        if batch != 1 or int(cu[0]) != 0 or int(cu[-1]) != num_tokens or bool((cu.diff() < 0).any()):
-            raise ValueError(
-                f"cu_seq_lens_q must rise from 0 to the number of tokens of a batch of one row, got {cu.tolist()} for "
-                f"{batch} rows of {num_tokens} tokens"
-            )
-        marks = torch.zeros(1, num_tokens + 1, dtype=torch.long, device=device)
-        marks[:, cu[1:].long()] = 1
-        told["cu_seq_lens_q"] = _begins(marks[:, :-1].cumsum(-1), mask, lambda step: step != 0)
-    if position_ids is not None and num_tokens > 1 and int(past) == 0:
-        # Between real tokens padding may have left gaps, so that there only a step back is a restart.
-        restarts = (lambda step: step != 1) if mask is None else (lambda step: step <= 0)
-        from_positions = _begins(position_ids.expand(batch, -1), mask, restarts)
-        # Positions that simply go on are what callers pass who know of no documents.
-        if bool(from_positions.any()):
-            told["position_ids"] = from_positions
-    if not told:
-        return None
-    (name, begins), *others = told.items()
-    for other, claimed in others:
-        if not torch.equal(begins, claimed):
-            raise ValueError(f"{name} and {other} name different document boundaries: pass one of them")
-    if not bool(begins.any()):
-        return None
-    if int(past) > 0:
-        raise ValueError("packed documents cannot go on from a cache that has seen tokens: pass a fresh one, or none")
-    return begins.cumsum(1)
-
-
 class AtlasModel(AtlasPreTrainedModel):
     """Token embeddings, Atlas blocks and a final norm."""
 
@@ -269,8 +187,14 @@ class AtlasModel(AtlasPreTrainedModel):
             )
         check_cache(cache, self.config, batch, self.norm.weight.dtype)
         past = positions_seen(cache)
-        mask = _check_mask(attention_mask, batch, num_tokens, past)
-        segments = _packed_segments(kwargs, position_ids, mask, batch, num_tokens, inputs_embeds.device, past)
+        if num_tokens == 0:
+            raise ValueError(
+                f"there is no new token: {'input_ids' if input_ids is not None else 'inputs_embeds'} is empty. To generate "
+                f"behind a cache ({int(past)} tokens seen), give the whole text, or only the new tokens and an "
+                "attention_mask that covers the seen ones too"
+            )
+        mask = check_mask(attention_mask, batch, num_tokens, past)
+        segments = packed_segments(kwargs, position_ids, mask, batch, num_tokens, inputs_embeds.device, past)
         layout = None
         if segments is not None:
             layout = SequenceLayout.from_segments(segments, mask)
@@ -334,19 +258,95 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
                 kwargs["shift_labels"] = next_labels(labels, mask[:, -labels.shape[1] :], ignored)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             targets = labels[..., 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
-            # The mean over no label is not a number; a batch without any is one to learn nothing from.
-            loss = torch.where((targets != IGNORED).any().to(loss.device), loss, 0)
+            loss = _zero_without_labels(loss, targets, kwargs.get("ignore_index", IGNORED))
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
 
+    def generate(self, *args, **kwargs):
+        """As `GenerationMixin.generate`; assisted decoding leaves no recording on: it would grow with every token."""
+        if getattr(kwargs.get("generation_config"), "is_assistant", False):
+            return super().generate(*args, **kwargs)  # its caller takes tokens back from the cache later
+        given = kwargs.get("cache", kwargs.get("past_key_values"))
+        kept = {id(layer) for layer in recording_layers(given)}
+        output = super().generate(*args, **kwargs)
+        for cache in (given, getattr(output, "cache", None)):
+            for layer in recording_layers(cache):
+                if id(layer) not in kept:
+                    layer.deactivate_past_recording()
+        return output
+
+
+def _zero_without_labels(loss, labels, ignored=IGNORED):
+    """The mean over no label is not a number; a batch without any is one to learn nothing from."""
+    return torch.where((labels != ignored).any().to(loss.device), loss, 0)
+
 
 class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreTrainedModel):
-    """Atlas with a classifier on each sequence's last token."""
+    """Atlas with a classifier on each sequence's last token: the last that `attention_mask` has, or that is no padding."""
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """Logits `[B, num_labels]` and, with `labels [B]`, the loss; arguments as for `AtlasModel.forward`.
+
+        Raises:
+            ValueError: several rows, and neither a mask nor a `pad_token_id` to tell where each ends.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states, mask = outputs.last_hidden_state, attention_mask
+        batch, num_tokens = hidden_states.shape[:2]
+        if mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            mask = input_ids != self.config.pad_token_id
+        if mask is None and batch > 1:
+            raise ValueError(
+                f"{batch} rows, and nothing says where each ends: pass attention_mask, or set pad_token_id in the config"
+            )
+        last = -1
+        if mask is not None:
+            places = torch.arange(num_tokens, device=hidden_states.device)
+            last = (places * mask[:, -num_tokens:].to(places)).argmax(-1)
+        logits = self.score(hidden_states[torch.arange(batch, device=hidden_states.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+            loss = _zero_without_labels(loss, labels)
+        return SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
+        )
 
 
 class AtlasForTokenClassification(GenericForTokenClassification, AtlasPreTrainedModel):
-    """Atlas with a classifier on every token."""
+    """Atlas with a classifier on every token. Labels of -100 are ignored; without any other, the loss is zero."""
+
+    @property
+    def loss_function(self):
+        given = super().loss_function
+        return lambda logits, labels, *args, **kwargs: _zero_without_labels(
+            given(logits, labels, *args, **kwargs), labels
+        )
+
+    @loss_function.setter
+    def loss_function(self, value):
+        self._loss_function = value
 
 
 # Trainer's label smoothing knows causal models by the names in this table only, in remote code too.
