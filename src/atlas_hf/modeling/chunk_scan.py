@@ -152,7 +152,7 @@ class Chunk:
         if scan.pairwise:
             before = before[:, :, None]
         system = self.gram_pairs.new_zeros(self.gram_pairs.shape)
-        torch.mul(self.gram_pairs[:, 1:], before, out=system[:, 1:])
+        system[:, 1:] = self.gram_pairs[:, 1:] * before
         self.system = system.view(len(system), b * c, b * c)
 
     def _write(self, errors):

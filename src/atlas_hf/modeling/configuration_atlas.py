@@ -26,8 +26,7 @@ _MUON = {"rule": "muon", "momentum": "restart", "muon_interval": 4, "chunk_size"
 PRESETS = {
     "atlas": {"memory": "mlp", **_MUON},
     "atlas_plus_plus": {"memory": "gated", "feature_rank": 6, **_MUON},
-    # Two tokens and long chunks: as good at recall as four and 16, and faster (benchmarks/results)
-    "omeganet": {"memory": "mlp", "rule": "gd", "momentum": "none", "omega_window": 2, "chunk_size": 32},
+    "omeganet": {"memory": "mlp", "rule": "gd", "momentum": "none"},
     "titans": {"memory": "mlp", "rule": "gd", "momentum": "carry", "omega_window": 1, "feature_degree": 1},
 }
 

@@ -222,22 +222,22 @@ def lay_on_grid(q, tokens: Tokens, options: RecurrenceOptions, lengths, state: S
             *(take_tokens(torch.cat([state[n].to(x.dtype), x], 1), source) for n, x in tokens._asdict().items())
         )
         q = take_tokens(q, (place[earlier:] - held).clamp(0, length - 1))
-    place = torch.arange(places, device=q.device)
+    place = torch.arange(-earlier, places, device=q.device)  # negative: tokens before the grid
     end = None if phase is None and lengths is None else torch.full((batch,), length, device=q.device)
     if lengths is not None:
         end = lengths.to(q.device)
     if phase is not None:
         end = end + phase
     if end is not None or places != length:
-        real = (place < (length if end is None else end[:, None])).expand(batch, places)[..., None]
-        real = F.pad(real, (0, 0, earlier, 0))
+        real = (place >= 0) & (place < (length if end is None else end[:, None]))
+        real = real.expand(batch, len(place))[..., None]
         gates = {n: torch.where(real, getattr(tokens, n), 0.0) for n in ("log_alpha", "eta", "log_theta")}
         tokens = tokens._replace(**gates, gamma=torch.where(real[..., None], tokens.gamma, 0.0))
     # Tokens before the sequence's first do not exist: their places in a window weigh nothing.
     if earlier:
         ago = torch.arange(earlier + 1, device=q.device)
         first = place if start is None else place + start[:, None]
-        exists = F.pad(first[..., None] >= ago, (0, 0, earlier, 0))
+        exists = (place >= 0)[:, None] & (first[..., None] >= ago)
         exists = exists[None, :, None] if start is None else exists[:, :, None]
         tokens = tokens._replace(gamma=torch.where(exists, tokens.gamma, 0.0))
     complete = None if end is None else end // b
