@@ -79,6 +79,8 @@ def test_a_contradictory_configuration_names_the_field(atlas, trained, tmp_path)
     ("flags", "part"),
     [
         (("--prompt", ""), "--prompt is empty"),
+        (("--prompt", "\udcff"), "--prompt is not UTF-8"),
+        (("--prompt", "a", "--seed", "4294967296"), "'4294967296' is not a whole number from 0 to 2^32 - 1"),
         (("--prompt", "a", "--top-p", "1.5"), "'1.5' is not a number above 0 and up to 1"),
         (("--prompt", "a", "--temperature", "0"), "'0' is not a number above 0"),
         (("--prompt", "a", "--max-new-tokens", "-1"), "'-1' is not a whole number"),

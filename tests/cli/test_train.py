@@ -169,6 +169,21 @@ def test_a_broken_json_file(train_tiny, tmp_path):
     assert_refused(train_tiny(tmp_path / "out", texts=[tmp_path / "input"]), tmp_path, "rows.jsonl", "JSON")
 
 
+@pytest.mark.parametrize("flags", [(), ("--stream",)])
+def test_a_json_file_without_rows(train_tiny, tmp_path, flags):
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input" / "rows.jsonl").write_bytes(b"")
+    outcome = train_tiny(tmp_path / "out", *flags, texts=[tmp_path / "input" / "rows.jsonl"])
+    assert_refused(outcome, tmp_path, "rows.jsonl", "holds no")
+
+
+def test_an_output_of_the_folder_one_stands_in(train_tiny, tmp_path, monkeypatch):
+    (tmp_path / "input").mkdir()
+    monkeypatch.chdir(tmp_path / "input")
+    for output in (".", ""):
+        assert_refused(train_tiny(output), tmp_path, "is the folder you are in")
+
+
 def test_a_tokenizer_larger_than_the_model(trained, train_tiny, tmp_path):
     train_tokenizer(["one two three four five six"] * 9, 320).save_pretrained(tmp_path / "input")
     large = train_tokenizer(["".join(chr(0x4E00 + i) for i in range(400))] * 3, 900)
@@ -190,6 +205,7 @@ def test_a_tokenizer_larger_than_the_model(trained, train_tiny, tmp_path):
         (("--set", "nothing"), ("'nothing'", "FIELD=VALUE")),
         (("--num-attention-heads", 3), ("hidden_size=16", "num_attention_heads=3")),
         (("--max-steps", 0), ("--max-steps", "'0'", "at least 1")),
+        (("--seed", 2**32), ("--seed", "2^32 - 1")),
         (("--lr", "fast"), ("--lr", "'fast'", "above 0")),
         (("--resume",), ("no interrupted run", "--save-steps")),
     ],

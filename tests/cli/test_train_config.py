@@ -17,7 +17,7 @@ from atlas_hf.cli.options import build_config
 from atlas_hf.cli.train import training_options
 from atlas_hf.training import trainer as trainer_module
 from atlas_hf.training.streams import StreamedBlocks, open_stream
-from atlas_hf.training.tokenizer import document_positions, load_tokenizer
+from atlas_hf.training.tokenizer import document_positions, load_tokenizer, packed_labels
 from atlas_hf.training.trainer import training_arguments
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -191,6 +191,11 @@ def test_loading_in_workers_reads_every_document_once(trained, documents, tmp_pa
 def test_positions_of_documents():
     blocks = torch.tensor([[5, 6, 9, 7, 9, 9, 8], [9, 5, 5, 5, 5, 5, 9]])
     assert document_positions(blocks, 9).tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
+
+
+def test_no_document_predicts_the_next_ones_first_token():
+    blocks = torch.tensor([[1, 2, 9, 3, 9, 4]])
+    assert packed_labels(blocks, document_positions(blocks, 9)).tolist() == [[-100, 2, 9, -100, 9, -100]]
 
 
 def test_packing_changes_what_is_learnt(from_yaml, tmp_path):

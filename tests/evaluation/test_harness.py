@@ -108,6 +108,7 @@ def test_command(model_folder, working_directory, capsys):
         (("--tasks", "no_such_task"), "no task no_such_task in lm-eval: `lm-eval ls tasks` lists them"),
         (("--tasks", NAMES[0], "--include-path", "nowhere"), "--include-path nowhere is not a folder"),
         (("--text", "nowhere.txt"), "nowhere.txt does not exist"),
+        (("--text", "novel.txt", "--output", "."), "--output . is a folder"),
         (("--text", "novel.txt", "--output", "no/where.json"), "--output no/where.json cannot be written"),
         (("--text", "novel.txt", "--segment-size", "0"), "'0' is not a whole number"),
     ],

@@ -189,6 +189,7 @@ def test_any_pad_id(small_model, random_ids, assert_equal_logits, pad):
         (torch.ones(2, 9), "attention_mask has shape \\(2, 9\\)"),
         (torch.zeros(2, 6).index_fill(1, torch.tensor([0]), -torch.inf), "attention_mask holds -inf"),
         (torch.full((2, 6), torch.nan), "attention_mask holds nan"),
+        (torch.zeros(2, 6, dtype=torch.long).index_fill(1, torch.tensor([0]), -10000), "attention_mask holds -10000"),
     ],
 )
 def test_refuses_other_masks(small_model, random_ids, mask, message):

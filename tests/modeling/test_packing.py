@@ -134,6 +134,15 @@ def test_boundaries_of_keys_alone(packed, assert_equal_logits):
     assert_equal_logits(model(ids, cu_seq_lens_k=cu).logits, expected)
 
 
+@torch.no_grad()
+def test_boundaries_as_a_list(packed, assert_equal_logits):
+    model, ids, expected = packed()
+    ends = boundaries()["cu_seq_lens_q"]["cu_seq_lens_q"].tolist()
+    assert_equal_logits(model(ids, cu_seq_lens_q=ends).logits, expected)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must rise from 0"):
+        model(ids, cu_seq_lens_q=[ends])
+
+
 @pytest.mark.parametrize("width", [5, 12])
 def test_refuses_positions_of_other_tokens(small_model, random_ids, width):
     with pytest.raises(ValueError, match=rf"position_ids must be \(2, 10\), got \(1, {width}\)"):

@@ -45,6 +45,22 @@ def test_decoding_is_one_graph(tiny_model, random_rows, form):
     assert error < 1e-5 * scale
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the compiler itself
+def test_compiled_training_at_several_lengths(tiny_model, random_rows):
+    """Loss and gradients of the whole model, compiled with its defaults but for code generation."""
+    model = tiny_model(num_hidden_layers=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    for length in (5, 9, 14):
+        ids, found = torch.tensor(random_rows([length, length])), []
+        for form in (model, compiled):
+            model.zero_grad()
+            loss = form(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            found.append((loss.detach(), [p.grad for p in model.parameters()]))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
 @torch.no_grad()
 def test_a_prompt_in_pieces_on_a_static_cache(tiny_model, random_rows):
     """States keep their form and addresses through prompts, single tokens and further turns."""

@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError(f"--include-path {arguments.include_path} is not a folder: name one with task files")
     if arguments.output is not None and not arguments.output.parent.is_dir():
         raise InputError(f"--output {arguments.output} cannot be written: {arguments.output.parent} is not a folder")
+    if arguments.output is not None and arguments.output.is_dir():
+        raise InputError(f"--output {arguments.output} is a folder: name a file")
     results: dict[str, dict[str, float]] = {}
     if arguments.text:
         results["text"] = _measure_texts(arguments)

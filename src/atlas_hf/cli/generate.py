@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-from atlas_hf.cli.options import fraction, load_model, natural, positive_float, positive_int
+from atlas_hf.cli.options import fraction, load_model, natural, positive_float, positive_int, seed
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.tokenizer import check_vocabulary, load_tokenizer
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=positive_float, default=0.8, help="below 1 sharper, above 1 flatter")
     parser.add_argument("--top-k", type=natural, default=50, help="sample among this many tokens (0: all)")
     parser.add_argument("--top-p", type=fraction, default=1.0, help="sample among the likeliest with this probability")
-    parser.add_argument("--seed", type=natural, default=0, help="of the sampling")
+    parser.add_argument("--seed", type=seed, default=0, help="of the sampling")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -30,6 +30,10 @@ def run(arguments: argparse.Namespace) -> None:
     check_vocabulary(tokenizer, model.config.vocab_size)
     if not arguments.prompt:
         raise InputError("--prompt is empty: give at least one character to continue")
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError("--prompt is not UTF-8: convert it, or check the terminal's encoding") from error
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     inputs = tokenizer(arguments.prompt, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
     sampling = {} if arguments.greedy else {k: getattr(arguments, k) for k in ("temperature", "top_k", "top_p")}

@@ -28,6 +28,10 @@ def natural(text: str) -> int:
     return _number(text, int, lambda value: value >= 0, "a whole number of at least 0")
 
 
+def seed(text: str) -> int:
+    return _number(text, int, lambda value: 0 <= value < 2**32, "a whole number from 0 to 2^32 - 1")
+
+
 def positive_float(text: str) -> float:
     return _number(text, float, lambda value: 0 < value < float("inf"), "a number above 0")
 

@@ -20,6 +20,7 @@ from atlas_hf.cli.options import (
     natural,
     positive_float,
     positive_int,
+    seed,
 )
 from atlas_hf.modeling.modeling_atlas import AtlasForCausalLM
 from atlas_hf.training.errors import InputError
@@ -96,7 +97,7 @@ def add_training_arguments(
     group.add_argument("--batch-size", type=positive_int, default=batch_size, help="blocks per step")
     group.add_argument("--block-size", type=positive_int, default=256, help="tokens per block")
     group.add_argument("--lr", type=positive_float, default=lr, help="peak learning rate")
-    group.add_argument("--seed", type=natural, default=0, help="of weights and of the blocks' order")
+    group.add_argument("--seed", type=seed, default=0, help="of weights and of the blocks' order")
 
 
 def training_options(arguments: argparse.Namespace, save_steps: int = 0) -> TrainingOptions:

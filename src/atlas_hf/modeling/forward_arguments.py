@@ -29,7 +29,7 @@ def check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tenso
             f" after {int(past)} cached ones: give [{batch}, {int(past) + num_tokens}], or only the new tokens' part"
         )
     mask = attention_mask[:, length - num_tokens :]
-    if not compiling and mask.is_floating_point() and not bool((mask >= 0).all()):
+    if not compiling and mask.dtype != torch.bool and not bool((mask >= 0).all()):
         raise ValueError(
             f"attention_mask holds {mask.min().item()}: give 1 (or true) for tokens that exist and 0 for others, not terms "
             "to add to attention scores"
@@ -59,6 +59,7 @@ def packed_segments(kwargs, position_ids, mask, batch, num_tokens, device, past)
     seq_idx, cu, cu_k = (kwargs.pop(name, None) for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"))
     for name in ("max_length_q", "max_length_k"):
         kwargs.pop(name, None)
+    cu, cu_k = (None if x is None else torch.as_tensor(x, device=device) for x in (cu, cu_k))
     if cu is not None and cu_k is not None and not torch.equal(cu, cu_k):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: an Atlas token reads the document that it stands in")
     cu = cu_k if cu is None else cu
@@ -68,7 +69,8 @@ def packed_segments(kwargs, position_ids, mask, batch, num_tokens, device, past)
             raise ValueError(f"seq_idx must be {(batch, num_tokens)}, got {tuple(seq_idx.shape)}")
         told["seq_idx"] = _begins(seq_idx, mask, lambda step: step != 0)
     if cu is not None:
-        if batch != 1 or int(cu[0]) != 0 or int(cu[-1]) != num_tokens or bool((cu.diff() < 0).any()):
+        fits = cu.ndim == 1 and len(cu) > 1 and batch == 1 and bool((cu.diff() >= 0).all())
+        if not fits or int(cu[0]) != 0 or int(cu[-1]) != num_tokens:
             raise ValueError(
                 f"cu_seq_lens_q must rise from 0 to the number of tokens of a batch of one row, got {cu.tolist()} for "
                 f"{batch} rows of {num_tokens} tokens"

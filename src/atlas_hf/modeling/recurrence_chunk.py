@@ -104,6 +104,8 @@ class _Settings:
         return [(first, min(first + size, self.num_chunks)) for first in range(0, self.num_chunks, size)]
 
 
+# A compiler would unroll the loop over chunks, once for every length: minutes for what is a few large products anyway.
+@torch.compiler.disable(reason="the loop over the sequence's chunks stays outside compiled graphs")
 @atlas_operator
 @on_grid
 def chunk_atlas(grid: Grid, fast: Fast, call: Call):

@@ -24,6 +24,8 @@ def check_output(output: Path, *, overwrite: bool = False, resume: bool = False)
         InputError: the folder holds something that may not be replaced, or an interrupted run is in the way, or there is
             none to resume.
     """
+    if output.resolve() == Path.cwd():
+        raise InputError(f"output {output} is the folder you are in, which is replaced at the end: name one inside it")
     partial = partial_folder(output)
     if output.exists() and not output.is_dir():
         raise InputError(f"output {output} is a file: name a folder")

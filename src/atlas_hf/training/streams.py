@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.texts import HELD_OUT_SPLITS, builder_of, check_column
-from atlas_hf.training.tokenizer import document_positions
+from atlas_hf.training.tokenizer import document_positions, packed_labels
 
 # Without a split of its own, every twentieth document is held out.
 HELD_OUT_EVERY = 20
@@ -96,6 +96,8 @@ def _open_file(path: Path, text_column: str) -> datasets.IterableDataset:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} cannot be read as {builder}: {error}") from error
+    except StopIteration as error:  # what `datasets` raises for a file without a row
+        raise InputError(f"{path} holds no documents: name another source") from error
 
 
 def _texts(rows: datasets.IterableDataset, text_column: str, source) -> datasets.IterableDataset:
@@ -147,4 +149,5 @@ class StreamedBlocks(IterableDataset):
             example = {"input_ids": block, "labels": block}
             if self.packed:
                 example["position_ids"] = document_positions(block[None], self.tokenizer.eos_token_id)[0]
+                example["labels"] = packed_labels(block, example["position_ids"])
             yield example

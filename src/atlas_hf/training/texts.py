@@ -95,7 +95,9 @@ def _read_records(path: Path, text_column: str) -> list[str]:
         try:
             rows = datasets.load_dataset(builder_of(path), data_files=str(path), split="train", cache_dir=cache)
         except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-            raise InputError(f"{path} cannot be read as {kind}: {error}") from error
+            raise InputError(f"{path} cannot be read as {kind}: {error.__cause__ or error}") from error
+        except StopIteration as error:  # what `datasets` raises for a file without a row
+            raise InputError(f"{path} holds no text: name a file with text in it, or leave it out") from error
         return texts_of(rows, text_column, path)
 
 

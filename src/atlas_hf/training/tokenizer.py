@@ -108,3 +108,8 @@ def document_positions(blocks: torch.Tensor, end: int) -> torch.Tensor:
     begins = torch.zeros_like(blocks, dtype=torch.bool)
     begins[:, 1:] = blocks[:, :-1] == end
     return place - torch.where(begins, place, 0).cummax(1).values
+
+
+def packed_labels(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Labels of packed documents: a document's first token (`positions` zero) is no other document's to predict."""
+    return ids.masked_fill(positions == 0, -100)

@@ -14,6 +14,7 @@ from transformers.integrations import TensorBoardCallback
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.optimizer import MuonAdamW, split_parameters
 from atlas_hf.training.processes import ALONE, Processes
+from atlas_hf.training.tokenizer import packed_labels
 
 OPTIMIZERS = ("adamw", "muon")
 # Fields of `TrainingArguments` that options here decide, by the flag that names them.
@@ -25,7 +26,10 @@ DECIDED = {
     "save_steps": "--save-steps",
     "output_dir": "--output",
     "report_to": "--tensorboard",
+    "num_train_epochs": "--max-steps",
 }
+# Fields that only an evaluation by `Trainer` would read; a run measures its held-out text itself.
+WITHOUT_EFFECT = ("per_device_eval_batch_size", "eval_strategy", "eval_steps", "load_best_model_at_end")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,12 @@ def training_arguments(options: TrainingOptions, folder: Path, processes: Proces
     for name, flag in DECIDED.items():
         if name in options.extra:
             raise InputError(f"{name}={options.extra[name]!r} among the trainer's fields is given by {flag}: use that")
+    idle = [name for name in WITHOUT_EFFECT if name in options.extra]
+    if idle:
+        raise InputError(
+            f"{', '.join(idle)} among the trainer's fields would have no effect: a run measures held-out text before and "
+            "after it; leave it out, or use `transformers.Trainer` itself"
+        )
     passes = options.extra.get("gradient_accumulation_steps", 1)
     if not isinstance(passes, int) or passes < 1 or options.batch_size % (passes * processes.count):
         raise InputError(
@@ -126,8 +136,11 @@ class BlockDataset(Dataset):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        example = {"input_ids": self.blocks[index], "labels": self.blocks[index]}
-        return example if self.positions is None else {**example, "position_ids": self.positions[index]}
+        block = self.blocks[index]
+        if self.positions is None:
+            return {"input_ids": block, "labels": block}
+        positions = self.positions[index]
+        return {"input_ids": block, "labels": packed_labels(block, positions), "position_ids": positions}
 
 
 class ProgressLines(TrainerCallback):
