@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_atlas import AtlasConfig
-from .dispatch import select_form
 from .feature_map import PolynomialFeatureMap
 from .recompute import recomputed
+from .recurrence_chunk import chunk_atlas
+from .recurrence_step import step_atlas
 from .sequence_layout import SequenceLayout
 from .short_convolution import ShortConvolution
 
@@ -197,7 +198,9 @@ class AtlasMemory(nn.Module):
             qkv, gates, lengths = layout.gather(qkv), [layout.gather(g) for g in gates], layout.lengths
         q, k, v, tail = recomputed(self._heads, qkv, None if states is None else states["conv"], lengths)
         log_alpha, eta, log_theta, gamma = gates
-        y, new_states = select_form(q.shape[1], states is not None)(
+        # The two agree to rounding: the chunk form lays out at least one whole chunk, which is much for a single token.
+        recurrence = step_atlas if states is not None and q.shape[1] == 1 else chunk_atlas
+        y, new_states = recurrence(
             q,
             k,
             v,
@@ -221,6 +224,7 @@ class AtlasMemory(nn.Module):
             lengths=lengths,
             initial_state=states,
             output_final_state=keep_states,
+            kernels=config.kernels,
         )
         y = self.norm(y).flatten(2).to(hidden_states.dtype)
         if layout is not None:

@@ -15,6 +15,7 @@ P_t` with the token-space factors `C_t`. Only Muon with carried momentum has a d
 import torch
 from torch.nn.functional import pad
 
+from .dispatch import select_factors
 from .memory_network import activate, activate_with_derivative, output_gain, stack_hidden
 from .newton_schulz import newton_schulz, newton_schulz_factors, precise
 from .recurrence_operator import Call, atlas_operator
@@ -50,6 +51,7 @@ class _Step:
         self.matrices += [_Matrix(i, muon, carry, hidden_rate) for i in range(1, len(call.memory))]
         self.base = call.memory if call.options.decay_to == "init" else None
         self.rho = None if call.residual_scale is None else call.residual_scale[:, None]
+        self.factors = select_factors(call.kernels, self.slots, call.q) or newton_schulz_factors
 
     # Working state: the public state plus everything that begins with `step_`
 
@@ -235,7 +237,7 @@ class _Step:
         else:
             x, e = precise(inputs), precise(gradient)
             gram = x @ x.transpose(-1, -2) if gram is None else gram
-            factors = newton_schulz_factors(
+            factors = self.factors(
                 e @ e.transpose(-1, -2), gram, options.newton_schulz_steps, options.newton_schulz_coefficients
             )
             step = factors.to(gradient.dtype).transpose(-1, -2) @ gradient
@@ -335,7 +337,8 @@ def step_atlas(call: Call):
     Same signature, outputs and state as `chunk_atlas`, and equal to it to rounding; rows of a batch may stand at
     different places. The cost of a token depends neither on the tokens before it nor on the chunk's place, but every
     `b`-th one also folds the chunk. The returned state also holds the chunk's factors (names that begin with `step_`),
-    so that the next step need not take them again; `chunk_atlas` ignores them.
+    so that the next step need not take them again; `chunk_atlas` ignores them. Of Triton's kernels it uses that of
+    Newton-Schulz.
     """
     step = _Step(call)
     work = step.begin(call.state)
