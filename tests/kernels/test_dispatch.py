@@ -131,8 +131,12 @@ def test_no_such_path(arguments):
     [
         ("import triton", "triton", r"triton is not installed: pip install 'atlas-hf\[gpu\]'"),
         ("import fla", "fla", r"fla is not installed: pip install 'atlas-hf\[gpu\]'"),
-        ("raise OSError('libcuda.so.1')", None, r"cannot be imported \(OSError: libcuda.so.1\): reinstall triton"),
-        ("from triton import no_such_name", None, r"cannot be imported \(ImportError: .*: reinstall triton"),
+        (
+            "raise OSError('libcuda.so.1')",
+            None,
+            r"cannot be imported \(OSError: libcuda.so.1\): reinstall triton and fla",
+        ),
+        ("from triton import no_such_name", None, r"cannot be imported \(ImportError: .*: reinstall triton and fla"),
         ("import no_such_module", None, r"cannot be imported \(ModuleNotFoundError: .*no_such_module"),
     ],
 )

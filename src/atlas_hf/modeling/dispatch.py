@@ -7,6 +7,7 @@ same functions, so the choice is one of speed and no part of a model.
 
 import importlib
 import os
+import warnings
 
 import torch
 from transformers.utils import logging
@@ -63,6 +64,19 @@ def select_factors(kernels: str, num_tokens: int, like: torch.Tensor):
     """
     module, _ = _choose(kernels, "newton_schulz", like.device, like.dtype, lambda m: None)
     return module.newton_schulz_factors if module is not None and num_tokens <= module.WIDEST else None
+
+
+def select_fused(kernels: str, like: torch.Tensor):
+    """The module of fla's fused norms, convolution and activation, or None: PyTorch's own run.
+
+    Not in a graph that torch.compile makes, which fuses PyTorch's by itself, and never interpreted.
+
+    Raises:
+        ValueError: `"triton"` is asked for, the tensor is on a GPU, and fla cannot run there.
+    """
+    if like.device.type != "cuda" or torch.compiler.is_compiling():
+        return None
+    return _choose(kernels, "fla_modules", like.device, like.dtype, lambda m: None)[0]
 
 
 def describe(kernels: str, options: RecurrenceOptions, num_matrices: int, window: int, **widths: int) -> str:
@@ -129,8 +143,10 @@ def _load(part: str):
 def _look_for(part: str):
     install = "pip install 'atlas-hf[gpu]'"
     try:
-        importlib.import_module("atlas_hf")
-        module = importlib.import_module(f"atlas_hf.kernels.{part}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what Triton and fla themselves use
+            importlib.import_module("atlas_hf")
+            module = importlib.import_module(f"atlas_hf.kernels.{part}")
         interface = importlib.import_module("atlas_hf.kernels").INTERFACE
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
@@ -151,7 +167,7 @@ def _look_for(part: str):
 
 
 def _broken(part: str, error: Exception) -> str:
-    reason = f"atlas_hf.kernels.{part} cannot be imported ({type(error).__name__}: {error}): reinstall triton"
+    reason = f"atlas_hf.kernels.{part} cannot be imported ({type(error).__name__}: {error}): reinstall triton and fla"
     logger.warning(f"Atlas runs without Triton: {reason}")
     return reason
 

@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_atlas import check_cache, positions_seen, recording_layers
 from .checkpoint_fit import check_fit
 from .configuration_atlas import LAYER_TYPE, AtlasConfig
+from .dispatch import select_fused
 from .forward_arguments import check_mask, packed_segments
 from .memory_layer import AtlasMemory
 from .recompute import recomputed
@@ -44,7 +45,9 @@ class AtlasRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, kernels: str = "torch") -> torch.Tensor:
+        if self.weight.dtype == hidden_states.dtype and (fused := select_fused(kernels, hidden_states)):
+            return fused.rms_norm(hidden_states, self.weight, self.eps)
         x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * x.to(hidden_states.dtype)
@@ -59,9 +62,12 @@ class AtlasMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
+        self.is_silu = config.hidden_act == "silu"
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, kernels: str = "torch") -> torch.Tensor:
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        if self.is_silu and gate.dtype == up.dtype and (fused := select_fused(kernels, gate)):
+            return self.down_proj(fused.swiglu(gate, up))
         return self.down_proj(recomputed(self._gated, gate, up))
 
     def _gated(self, gate, up):
@@ -73,6 +79,7 @@ class AtlasDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: AtlasConfig, layer_idx: int):
         super().__init__()
+        self.config = config
         self.input_layernorm = AtlasRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.memory = AtlasMemory(config, layer_idx)
         self.post_memory_layernorm = AtlasRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -80,8 +87,10 @@ class AtlasDecoderLayer(GradientCheckpointingLayer):
 
     # `cache` must stay a keyword of this name: gradient checkpointing finds it by it.
     def forward(self, hidden_states, layout: SequenceLayout | None = None, cache: Cache | None = None, **kwargs):
-        hidden_states = hidden_states + self.memory(self.input_layernorm(hidden_states), layout=layout, cache=cache)
-        return hidden_states + self.mlp(self.post_memory_layernorm(hidden_states))
+        kernels = self.config.kernels
+        x = self.input_layernorm(hidden_states, kernels)
+        hidden_states = hidden_states + self.memory(x, layout=layout, cache=cache)
+        return hidden_states + self.mlp(self.post_memory_layernorm(hidden_states, kernels), kernels)
 
 
 class AtlasPreTrainedModel(PreTrainedModel):
@@ -204,7 +213,7 @@ class AtlasModel(AtlasPreTrainedModel):
         hidden_states = inputs_embeds
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(hidden_states, layout=layout, cache=cache, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states, self.config.kernels), cache=cache)
 
 
 class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
