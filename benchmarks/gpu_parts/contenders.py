@@ -1,7 +1,8 @@
 """The models compared on a GPU, of the paper's 340M size, in bfloat16: 24 layers, 1,024 wide, vocabulary 32,000.
 
 Every contender has the same skeleton (width, layers, SwiGLU, vocabulary). Gated DeltaNet has fla's own proportions, 6 heads
-of 128 with values twice as wide, so that its mixer has about the parameters of four square matrices.
+of 128 with values twice as wide, so that its mixer has about the parameters of four square matrices. It and Atlas make the
+loss without the logits of all tokens, fla's fused one; Llama has the loss that transformers gives it.
 """
 
 from dataclasses import dataclass, field
@@ -109,7 +110,8 @@ def _gated_deltanet(scale: Scale, device: torch.device) -> nn.Module:
             f"flash-linear-attention cannot be imported ({error}): pip install 'atlas-hf[gpu]'"
         ) from error
     skeleton = {key: value for key, value in scale.skeleton.items() if key != "num_attention_heads"}
-    return GatedDeltaNetForCausalLM(GatedDeltaNetConfig(**skeleton, **scale.deltanet))
+    losses = {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}
+    return GatedDeltaNetForCausalLM(GatedDeltaNetConfig(**skeleton, **scale.deltanet, **losses))
 
 
 def forward_flops(name: str, model: nn.Module, tokens: int) -> float:

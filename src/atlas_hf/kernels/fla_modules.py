@@ -8,6 +8,7 @@ is another function: `l2norm` adds its epsilon under the root where the model bo
 import torch
 from fla.modules.activations import swiglu as fla_swiglu
 from fla.modules.causal_conv1d import causal_conv1d
+from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
 from fla.modules.norm.fused_norm_gate import rms_norm_gated
 from fla.modules.norm.layernorm import rms_norm as fla_rms_norm
 
@@ -31,3 +32,10 @@ def short_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`, of one dtype."""
     return fla_swiglu(gate, up)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
+) -> torch.Tensor:
+    """Sum of the cross entropies of `x weight^T` against `targets`: `x [n, D]`, `weight [vocab, D]`, `targets [n]`."""
+    return fused_linear_cross_entropy_loss(x, targets, weight, ignore_index=ignore_index, reduction="sum")

@@ -9,9 +9,11 @@ import cpu_driver
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from atlas_hf import AtlasConfig, AtlasForCausalLM
 from atlas_hf.modeling import dispatch
+from atlas_hf.modeling.linear_loss import linear_cross_entropy
 from atlas_hf.modeling.memory_layer import HeadRMSNorm
 from atlas_hf.modeling.modeling_atlas import AtlasMLP, AtlasRMSNorm
 from atlas_hf.modeling.short_convolution import ShortConvolution
@@ -35,7 +37,7 @@ def fused(monkeypatch):
         calls.append(kernels)
         return fla_modules
 
-    for module in ("memory_layer", "modeling_atlas", "short_convolution"):
+    for module in ("linear_loss", "memory_layer", "modeling_atlas", "short_convolution"):
         monkeypatch.setattr(f"atlas_hf.modeling.{module}.select_fused", select)
     return calls
 
@@ -120,6 +122,24 @@ def test_swiglu(fused):
     assert not fused
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_cross_entropy(fused, dtype):
+    head = nn.Linear(24, 50, bias=False)
+    targets = torch.arange(21).view(3, 7) % 50
+    targets[0, 2:4] = -100
+    for more in ({}, {"num_items_in_batch": 5}):
+        seen = []
+        for kernels, cast in (("auto", dtype), ("torch", dtype), ("torch", torch.float64)):
+            x = normal(3, 7, 24, dtype=dtype).to(cast).requires_grad_()
+            loss = linear_cross_entropy(head.to(dtype).to(cast), x, targets, kernels=kernels, **more)
+            seen.append([loss, *torch.autograd.grad(loss, [x, head.weight])])
+        for a, b, c in zip(*seen, strict=True):
+            assert a.dtype == b.dtype
+            floor = {torch.float32: 1e-6, torch.bfloat16: 2**-9}[dtype] * c.abs().max()
+            assert (a - c).abs().max() <= 2 * (b - c).abs().max() + floor
+    assert fused
+
+
 def test_a_model_with_them(fused):
     """Loss, gradients, padded rows, a cache and decoding."""
     torch.manual_seed(0)
@@ -132,6 +152,7 @@ def test_a_model_with_them(fused):
         model.config.kernels = kernels
         model.zero_grad()
         loss = model(ids, labels=ids).loss + model(ids, attention_mask=mask, labels=ids).loss
+        loss = loss + model(ids, labels=ids, skip_logits=True).loss
         loss.backward()
         with torch.no_grad():
             first = model(ids[:, :6], use_cache=True)
