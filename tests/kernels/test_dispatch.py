@@ -38,7 +38,7 @@ class Double:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(dispatch, "_found", {})
+    monkeypatch.setattr(dispatch, "_found", {part: [] for part in dispatch.PARTS})
     monkeypatch.setattr(dispatch, "_told", set())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 

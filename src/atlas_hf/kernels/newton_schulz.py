@@ -48,13 +48,21 @@ def _trace(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _norm(e, x, CANCELLED: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+def norm_of_sum(e, x, CANCELLED: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
     """`sqrt(|S|_F^2 + eps^2)`, with a floor where the terms of `S` cancel; and whether they do."""
     floor = CANCELLED * _trace(e, BLOCK) * _trace(x, BLOCK)
     inner = tl.sum(tl.sum(e * x, 1), 0)
     cancelled = inner < floor
     square = tl.maximum(tl.where(cancelled, floor, inner), 0.0)
     return tl.sqrt(square + EPS * EPS), cancelled
+
+
+@triton.jit
+def advance(factor, x, scaled, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    """One step of the quintic: `C <- a C + b P C + c P (P C)` with `P = C G_X C^T G_E`, `scaled = G_E / |S|^2`."""
+    p = _dot(_dot(_dot(factor, x), tl.trans(factor)), scaled)
+    pc = _dot(p, factor)
+    return A * factor + B * pc + C * _dot(p, pc)
 
 
 @triton.jit
@@ -78,16 +86,13 @@ def _forward_kernel(
     m = tl.program_id(0).to(tl.int64)
     e = _load(gram_e, m, num_tokens, BLOCK)
     x = _load(gram_x, m // repeats, num_tokens, BLOCK)
-    norm, _ = _norm(e, x, CANCELLED, EPS, BLOCK)
+    norm, _ = norm_of_sum(e, x, CANCELLED, EPS, BLOCK)
     scaled = e * (1.0 / (norm * norm))
     factor = (tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]).to(e.dtype)
     for step in range(steps):
         if KEEP:
             _store(history, step * num_problems + m, factor, num_tokens, BLOCK)
-        whole = _dot(_dot(factor, x), tl.trans(factor))
-        p = _dot(whole, scaled)
-        pc = _dot(p, factor)
-        factor = A * factor + B * pc + C * _dot(p, pc)
+        factor = advance(factor, x, scaled, A, B, C)
     _store(result, m, factor * (1.0 / norm), num_tokens, BLOCK)
 
 
@@ -114,7 +119,7 @@ def _backward_kernel(
     m = tl.program_id(0).to(tl.int64)
     e = _load(gram_e, m, num_tokens, BLOCK)
     x = _load(gram_x, m // repeats, num_tokens, BLOCK)
-    norm, cancelled = _norm(e, x, CANCELLED, EPS, BLOCK)
+    norm, cancelled = norm_of_sum(e, x, CANCELLED, EPS, BLOCK)
     grad = _load(grad_result, m, num_tokens, BLOCK)
     d_norm = -tl.sum(tl.sum(grad * _load(result, m, num_tokens, BLOCK), 1), 0) / norm
     grad = grad * (1.0 / norm)

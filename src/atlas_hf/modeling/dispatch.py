@@ -22,8 +22,9 @@ LOWEST_CAPABILITY = (8, 0)
 # Below transformers' own logger, so that its verbosity holds: `transformers.logging.set_verbosity_info()` shows the lines.
 logger = logging.get_logger("transformers.models.atlas")
 
-# Parts of `atlas_hf.kernels` by name: the module or None, and what stood in its way
-_found = {}
+PARTS = ("scan", "newton_schulz", "step", "fla_modules")
+# Of every part looked for: the module or None, and what stands in its way
+_found = {part: [] for part in PARTS}
 _told = set()
 
 
@@ -54,10 +55,25 @@ def select_walk(
     return None if module is None else module.walk
 
 
+def select_step(kernels: str, options: RecurrenceOptions, num_matrices: int, window: int, like: torch.Tensor, **widths):
+    """The module that takes a token of decoding in one launch, or None. Arguments as for `select_walk`.
+
+    Decoding goes on where no kernel serves its options, on PyTorch: a line says so once.
+
+    Raises:
+        ValueError: `"triton"` is asked for and cannot run here at all.
+    """
+    module, _ = _choose(kernels, "step", like.device, like.dtype, lambda m: None)
+    if module is None:
+        return None
+    reason = module.supports(options, num_matrices, window, **widths)
+    if reason is not None:
+        _tell("torch for decoding", reason)
+    return module if reason is None else None
+
+
 def select_factors(kernels: str, num_tokens: int, like: torch.Tensor):
     """Triton's `newton_schulz_factors` for `num_tokens` tokens in view, or None: PyTorch's runs.
-
-    Of a single decoding step only this has a kernel: the rest runs on PyTorch whatever is asked for.
 
     Raises:
         ValueError: `"triton"` is asked for and cannot run here at all.
@@ -135,9 +151,15 @@ def _hindrance(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _load(part: str):
     """The module `atlas_hf.kernels.<part>` or None, and what stands in its way; looked for once in a process."""
-    if part not in _found:
-        _found[part] = _look_for(part)
-    return _found[part]
+    hindrance = _hindrance_of(part)
+    return _found[part][0], hindrance
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot follow an import
+def _hindrance_of(part: str) -> str | None:
+    if not _found[part]:
+        _found[part].extend(_look_for(part))
+    return _found[part][1]
 
 
 def _look_for(part: str):

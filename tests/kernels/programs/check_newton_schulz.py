@@ -10,7 +10,7 @@ from atlas_hf.ops import step_atlas
 
 DOUBLE = torch.float64
 # One token, the tiles' edges from both sides, and sizes of the presets.
-TOKENS = (1, 11, 16, 17, 32, 33, 64)
+TOKENS = (1, 11, 16, 17, 33, 64)
 
 
 def grams(tokens, shared=3, rows=2, dtype=DOUBLE, width=24):

@@ -28,7 +28,7 @@ def result_and_gradients(form, system, rhs, transposed):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("size", [1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS, 3 * ROWS + 1])
+@pytest.mark.parametrize("size", [1, ROWS, ROWS + 1, 3 * ROWS + 1])
 @pytest.mark.parametrize("width", [1, COLUMNS + 1])
 def test_equal_in_double_precision(size, width, transposed):
     mine, other = (result_and_gradients(f, *problem(size, width), transposed) for f in (unit_lower_solve, torchs))
