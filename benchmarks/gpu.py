@@ -26,7 +26,7 @@ from gpu_parts.report import table
 from speed import machine
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
-KINDS = ("train", "prefill")
+KINDS = ("train", "prefill", "decode")
 # Seconds that a process may take beyond the budget, to end what it has begun.
 GRACE = 60
 

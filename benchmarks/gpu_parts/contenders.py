@@ -38,6 +38,7 @@ class Scale:
     parity: dict  # of the recurrence's problems
     train: tuple[tuple[int, int], ...]  # batch and length
     prefill: tuple[tuple[int, int], ...]
+    decode: tuple[tuple[int, int], ...]  # batch and context
     rounds: int
     seconds: float  # at most, for the rounds of one measure
     peak_size: int
@@ -51,6 +52,7 @@ FULL = Scale(
     parity={"batch": 2, "heads": 4, "head_dim": 64, "expansion": 2, "rank": 8, "chunks": 4, "layers": 2},
     train=((8, 2048), (2, 8192)),
     prefill=((1, 8192), (1, 32768)),
+    decode=((8, 8192),),
     rounds=5,
     seconds=6,
     peak_size=8192,
@@ -68,6 +70,7 @@ DRY = Scale(
     parity={"batch": 2, "heads": 2, "head_dim": 8, "expansion": 2, "rank": 3, "chunks": 2, "layers": 1},
     train=((1, 40),),
     prefill=((1, 40),),
+    decode=((2, 12),),
     rounds=2,
     seconds=5,
     peak_size=128,

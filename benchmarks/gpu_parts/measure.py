@@ -1,6 +1,7 @@
-"""Times and memory of a training step and of a prefill on the device, in bfloat16."""
+"""Times and memory of a training step, of a prefill and of decoding on the device, in bfloat16."""
 
 import gc
+import inspect
 import statistics
 import time
 
@@ -8,6 +9,8 @@ import torch
 
 from atlas_hf import AtlasForCausalLM
 from gpu_parts.contenders import Scale, SkippedError, build, forward_flops
+
+DECODE_STEPS = 16
 
 
 def synchronize(device: torch.device) -> None:
@@ -66,7 +69,25 @@ def prefill(model, ids):
     return run
 
 
-MAKERS = {"train": training_step, "prefill": prefill}
+def decoding(model, ids):
+    """`DECODE_STEPS` tokens, one at a time, behind `ids`; the cache goes on from call to call."""
+    model.eval()
+    # fla's models have transformers' older name
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    with torch.no_grad():
+        cache = getattr(model(input_ids=ids, use_cache=True, logits_to_keep=1), name)
+    token = ids[:, :1]
+
+    @torch.no_grad()
+    def run():
+        nonlocal cache
+        for _ in range(DECODE_STEPS):
+            cache = getattr(model(input_ids=token, use_cache=True, **{name: cache}), name)
+
+    return run
+
+
+MAKERS = {"train": training_step, "prefill": prefill, "decode": decoding}
 
 
 def measure(key: dict, scale: Scale, device: torch.device, peak: float) -> dict:
@@ -81,7 +102,7 @@ def measure(key: dict, scale: Scale, device: torch.device, peak: float) -> dict:
         seconds, rounds = median_seconds(step, device, scale)
         # A backward pass counts as two forward passes, and recomputation not at all
         flops = forward_flops(name, model, length) * (3 if kind == "train" else 1)
-        rate = batch * length / seconds
+        rate = batch * (DECODE_STEPS if kind == "decode" else length) / seconds
         row |= {"seconds": seconds, "rounds": rounds, "tokens_per_second": rate, "utilisation": flops * rate / peak}
         row["peak_bytes"] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         row["parameters"] = sum(p.numel() for p in model.parameters())

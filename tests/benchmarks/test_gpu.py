@@ -36,7 +36,7 @@ def test_the_dry_run(run, tmp_path):
     assert cases["offsets of the scan"]["elements"] > contenders.DRY.offsets
     assert "no kernel" in cases["offsets of Newton-Schulz"]["skipped"]
     rows = {(r["contender"], r["measure"]): r for r in result["rows"]}
-    assert len(rows) == 8
+    assert len(rows) == 12
     for (contender, _), row in rows.items():
         if contender == "gated_deltanet":
             assert row["skipped"] == "fla's models run on Triton, which needs CUDA, and the device is cpu"

@@ -348,7 +348,7 @@ class Step:
             degree, coefficients = feature_map.degree, feature_map.feature_coefficients
             if feature_map.feature_projection is not None:
                 rank, projection = feature_map.rank, feature_map.feature_projection
-        self.weights = [output, entry, coefficients.contiguous(), projection.contiguous()]
+        self.weights = [output, entry, *(x.to(output.dtype).contiguous() for x in (coefficients, projection))]
         a, b, c = options.newton_schulz_coefficients
         key_dim = entry.shape[-1] if feature_map is None else feature_map.key_dim
         slots = options.chunk_size + window - 1

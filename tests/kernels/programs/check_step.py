@@ -89,6 +89,16 @@ def test_rows_at_different_places(launches):
     assert launches
 
 
+def test_features_in_half_precision(launches):
+    """As in a model cast as a whole."""
+    problem = make_problem(tokens=4, residual=False, dtype=torch.float32)
+    problem.feature_map.to(torch.bfloat16)
+    torchs = decode(problem, "torch", 1, **OPTIONS["omeganet"])
+    mine = decode(problem, "triton", 1, **OPTIONS["omeganet"])
+    assert launches
+    torch.testing.assert_close(mine[0], torchs[0], rtol=1e-5, atol=1e-6)
+
+
 def test_the_given_state_stays_as_it_is(launches):
     problem = make_problem(tokens=6, residual=False, dtype=torch.float32)
     with torch.no_grad():
