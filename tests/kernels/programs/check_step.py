@@ -167,8 +167,8 @@ def test_compiled_decoding_is_one_graph_with_it(monkeypatch):
             launches.append(grid)
             return original[grid]
 
-    original = kernel._step_kernel
-    monkeypatch.setattr(kernel, "_step_kernel", Watched())
+    original = kernel.step_kernel
+    monkeypatch.setattr(kernel, "step_kernel", Watched())
     fields = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32, "feature_rank": 3}
     model = AtlasForCausalLM(AtlasConfig.atlas(**fields, initializer_range=0.3, chunk_size=4, muon_interval=2)).eval()
     ids = torch.randint(3, 32, (1, 9), generator=torch.Generator().manual_seed(0))
