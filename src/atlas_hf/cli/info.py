@@ -11,7 +11,10 @@ from transformers import AutoConfig
 
 from atlas_hf.cli.options import add_model_arguments, build_config, check_model_folder, innermost
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
-from atlas_hf.modeling.model_statistics import flops_per_token, parameter_count, state_bytes
+from atlas_hf.modeling.dispatch import describe
+from atlas_hf.modeling.model_statistics import flops_per_token, memory_shapes, parameter_count, state_bytes
+from atlas_hf.modeling.newton_schulz import COEFFICIENTS
+from atlas_hf.modeling.recurrence_state import RecurrenceOptions
 from atlas_hf.training.errors import InputError
 
 SHOWN = ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "intermediate_size", "vocab_size")
@@ -42,10 +45,21 @@ def load_config(path: Path) -> AtlasConfig:
     return config
 
 
+def path_of(config: AtlasConfig) -> str:
+    """Which implementation would run this model's memory on this machine, and why."""
+    own = {name: getattr(config, name) for name in RecurrenceOptions.__dataclass_fields__ if hasattr(config, name)}
+    options = RecurrenceOptions(**own, newton_schulz_coefficients=COEFFICIENTS)
+    shapes = memory_shapes(config)
+    widths = {"key_dim": config.head_dim, "value_dim": config.head_dim, "features": shapes[-1][1]}
+    widths["hidden_dim"] = shapes[0][1] if len(shapes) > 1 else 0
+    return describe(config.kernels, options, len(shapes), config.omega_window, **widths)
+
+
 def run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.model) if arguments.model else build_config(arguments)
     for name in SHOWN:
         print(f"{name:<22}{getattr(config, name)}")
+    print(f"{'kernels':<22}{path_of(config)}")
     state = state_bytes(config)
     print(f"{'parameters':<22}{parameter_count(config):,}")
     print(f"{'state per sequence':<22}{state:,} bytes ({state / 2**20:.2f} MiB), whatever the context's length")

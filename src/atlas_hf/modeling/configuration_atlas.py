@@ -18,7 +18,10 @@ CHOICES = {
     "momentum": ("carry", "restart", "none"),
     "output_errors": ("exact", "anchored"),
     "decay_to": ("init", "zero"),
+    "kernels": ("auto", "torch", "triton"),
 }
+# What is not saved: derived fields, which Trainer would check by transformers' own list, and what suits a machine.
+NOT_SAVED = ("layer_types", "kernels")
 
 # The members of the paper's family; everything not named here is the field's default. Muon's steps do not shrink with the
 # error, so it starts at a lower rate, writes at every fourth token and anchors for fewer tokens.
@@ -102,6 +105,8 @@ class AtlasConfig(PreTrainedConfig):
         retention_init, learning_rate_init, momentum_init, window_gate_init: what the gates `alpha`, `eta`, `theta` and
             `gamma[1:]` start at, each in (0, 1).
         initializer_range: standard deviation of projections, embeddings and of a deep memory's output matrix.
+        kernels: implementation of the memory, `"torch"`, `"triton"`, or `"auto"`: Triton on a GPU where it has a kernel. No
+            part of the model and never saved: a checkpoint loads with any, as in `from_pretrained(..., kernels="torch")`.
         max_position_embeddings: length the model was trained at. Atlas has no positional limit; evaluation tools read it.
 
     Raises:
@@ -156,6 +161,7 @@ class AtlasConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     layer_types: list[str] | None = None
     max_position_embeddings: int = 2048
+    kernels: str = "auto"
 
     def __post_init__(self, **kwargs):
         fields = set(type(self).__dataclass_fields__) | set(self.attribute_map)
@@ -189,8 +195,8 @@ class AtlasConfig(PreTrainedConfig):
             setattr(self, name, value)
 
     def to_dict(self) -> dict:
-        """As saved: without `layer_types`, which is derived, and which Trainer would check by transformers' own list."""
-        return {name: value for name, value in super().to_dict().items() if name != "layer_types"}
+        """As saved: without `NOT_SAVED`."""
+        return {name: value for name, value in super().to_dict().items() if name not in NOT_SAVED}
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):

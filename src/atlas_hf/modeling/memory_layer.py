@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_atlas import AtlasConfig
-from .dispatch import select_form
+from .dispatch import select_fused
 from .feature_map import PolynomialFeatureMap
 from .recompute import recomputed
+from .recurrence_chunk import chunk_atlas
+from .recurrence_step import step_atlas
 from .sequence_layout import SequenceLayout
 from .short_convolution import ShortConvolution
 
@@ -74,10 +76,15 @@ class HeadRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(head_dim))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None, dtype=None, kernels: str = "torch"):
+        """`x [..., V]` normed, in `dtype` (`None`: x's); with a `gate [..., V]`, times its SiLU."""
+        dtype = x.dtype if dtype is None else dtype
+        if gate is not None and (fused := select_fused(kernels, x)):
+            return fused.gated_norm(x, self.weight, gate, self.eps).to(torch.promote_types(dtype, gate.dtype))
         y = _wide(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.to(y.dtype)).to(x.dtype)
+        y = (y * self.weight.to(y.dtype)).to(dtype)
+        return y if gate is None else recomputed(_gated, y, gate)
 
 
 class AtlasMemory(nn.Module):
@@ -181,7 +188,7 @@ class AtlasMemory(nn.Module):
 
     def _heads(self, qkv, tail, lengths):
         """Convolved and normalised `q, k, v [B, T, H, K]`, and the convolution's new tail."""
-        qkv, tail = self.conv(qkv, tail, lengths)
+        qkv, tail = self.conv(qkv, tail, lengths, self.config.kernels)
         q, k, v = (_wide(x).unflatten(-1, (self.num_heads, self.head_dim)) for x in qkv.chunk(3, -1))
         return F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6), v, tail
 
@@ -197,7 +204,9 @@ class AtlasMemory(nn.Module):
             qkv, gates, lengths = layout.gather(qkv), [layout.gather(g) for g in gates], layout.lengths
         q, k, v, tail = recomputed(self._heads, qkv, None if states is None else states["conv"], lengths)
         log_alpha, eta, log_theta, gamma = gates
-        y, new_states = select_form(q.shape[1], states is not None)(
+        # The two agree to rounding: the chunk form lays out at least one whole chunk, which is much for a single token.
+        recurrence = step_atlas if states is not None and q.shape[1] == 1 else chunk_atlas
+        y, new_states = recurrence(
             q,
             k,
             v,
@@ -221,11 +230,16 @@ class AtlasMemory(nn.Module):
             lengths=lengths,
             initial_state=states,
             output_final_state=keep_states,
+            kernels=config.kernels,
         )
-        y = self.norm(y).flatten(2).to(hidden_states.dtype)
-        if layout is not None:
-            y = layout.scatter(y, batch, num_tokens)
-        output = self.o_proj(recomputed(_gated, y, self.g_proj(hidden_states)))
+        gate, dtype = self.g_proj(hidden_states), hidden_states.dtype
+        if layout is None:
+            heads = gate.unflatten(-1, (self.num_heads, self.head_dim))
+            output = self.o_proj(self.norm(y, heads, dtype, config.kernels).flatten(2))
+        else:
+            # Norms belong to the sequences' tokens, gates to the batch's
+            y = layout.scatter(self.norm(y, dtype=dtype).flatten(2), batch, num_tokens)
+            output = self.o_proj(recomputed(_gated, y, gate))
         if not keep_states:
             return output, None
         new_states = {**new_states, "conv": _wide(tail)}

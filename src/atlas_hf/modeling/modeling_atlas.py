@@ -6,6 +6,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -27,7 +28,9 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_atlas import check_cache, positions_seen, recording_layers
 from .checkpoint_fit import check_fit
 from .configuration_atlas import LAYER_TYPE, AtlasConfig
+from .dispatch import select_fused
 from .forward_arguments import check_mask, packed_segments
+from .linear_loss import linear_cross_entropy
 from .memory_layer import AtlasMemory
 from .recompute import recomputed
 from .sequence_layout import SequenceLayout, next_labels
@@ -44,7 +47,9 @@ class AtlasRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, kernels: str = "torch") -> torch.Tensor:
+        if self.weight.dtype == hidden_states.dtype and (fused := select_fused(kernels, hidden_states)):
+            return fused.rms_norm(hidden_states, self.weight, self.eps)
         x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * x.to(hidden_states.dtype)
@@ -59,9 +64,12 @@ class AtlasMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
+        self.is_silu = config.hidden_act == "silu"
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, kernels: str = "torch") -> torch.Tensor:
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        if self.is_silu and gate.dtype == up.dtype and (fused := select_fused(kernels, gate)):
+            return self.down_proj(fused.swiglu(gate, up))
         return self.down_proj(recomputed(self._gated, gate, up))
 
     def _gated(self, gate, up):
@@ -73,6 +81,7 @@ class AtlasDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: AtlasConfig, layer_idx: int):
         super().__init__()
+        self.config = config
         self.input_layernorm = AtlasRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.memory = AtlasMemory(config, layer_idx)
         self.post_memory_layernorm = AtlasRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -80,8 +89,10 @@ class AtlasDecoderLayer(GradientCheckpointingLayer):
 
     # `cache` must stay a keyword of this name: gradient checkpointing finds it by it.
     def forward(self, hidden_states, layout: SequenceLayout | None = None, cache: Cache | None = None, **kwargs):
-        hidden_states = hidden_states + self.memory(self.input_layernorm(hidden_states), layout=layout, cache=cache)
-        return hidden_states + self.mlp(self.post_memory_layernorm(hidden_states))
+        kernels = self.config.kernels
+        x = self.input_layernorm(hidden_states, kernels)
+        hidden_states = hidden_states + self.memory(x, layout=layout, cache=cache)
+        return hidden_states + self.mlp(self.post_memory_layernorm(hidden_states, kernels), kernels)
 
 
 class AtlasPreTrainedModel(PreTrainedModel):
@@ -204,7 +215,7 @@ class AtlasModel(AtlasPreTrainedModel):
         hidden_states = inputs_embeds
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(hidden_states, layout=layout, cache=cache, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states, self.config.kernels), cache=cache)
 
 
 class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
@@ -233,13 +244,27 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits `[B, T, vocab]` (the last `logits_to_keep` of them, if given) and, with `labels [B, T]`, the loss.
 
         Arguments as for `AtlasModel.forward`; labels of -100 are ignored, and shifted inside: each real token predicts the
         next real one, and padding nothing. Without any other label the loss is zero, and so are the gradients.
+        `skip_logits` gives the loss alone, `logits=None`, without the memory that all logits take (`linear_cross_entropy`).
+
+        Raises:
+            ValueError: `skip_logits` without labels, with `logits_to_keep` or with a loss function of one's own.
         """
+        if skip_logits and (
+            labels is None
+            or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
+            or self.loss_function is not ForCausalLMLoss
+        ):
+            raise ValueError(
+                "skip_logits=True gives transformers' language modelling loss and no logits: pass labels, no logits_to_keep, "
+                "and set no loss_function"
+            )
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -249,19 +274,29 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
+        logits = loss = None
+        if not skip_logits:
+            logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         if labels is not None:
             mask = attention_mask[LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
             if mask is not None and kwargs.get("shift_labels") is None:
                 ignored = kwargs.get("ignore_index", -100)
                 kwargs["shift_labels"] = next_labels(labels, mask[:, -labels.shape[1] :], ignored)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if skip_logits:
+                loss = self._loss_alone(outputs.last_hidden_state, labels, **kwargs)
+            else:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             targets = labels[..., 1:] if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
             loss = _zero_without_labels(loss, targets, kwargs.get("ignore_index", IGNORED))
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
+
+    def _loss_alone(self, hidden_states, labels, shift_labels=None, **kwargs):
+        if shift_labels is None:
+            ignored = kwargs.get("ignore_index", IGNORED)
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+        return linear_cross_entropy(self.lm_head, hidden_states, shift_labels, kernels=self.config.kernels, **kwargs)
 
     def generate(self, *args, **kwargs):
         """As `GenerationMixin.generate`; assisted decoding leaves no recording on: it would grow with every token."""

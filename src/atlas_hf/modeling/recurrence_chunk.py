@@ -11,6 +11,7 @@ import torch
 from .chunk_backward import ChunkBackward
 from .chunk_inputs import ChunkInputs, gather_inputs
 from .chunk_scan import Chunk, ChunkScan
+from .dispatch import select_walk
 from .memory_network import stack_hidden
 from .recompute import recomputed
 from .recurrence_operator import Call, atlas_operator, on_grid
@@ -145,13 +146,15 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
         output_final_state: whether to return the state.
         cu_seqlens: `[N + 1]`, ends of `N` documents packed in a batch of one row, as in flash-linear-attention; states
             then have `N` rows.
+        kernels: `"torch"`, `"triton"`, or `"auto"`: Triton on a GPU where it has a kernel for these options. No matter of
+            the numbers, but for rounding.
 
     Returns:
         `y [B, T, H, V]` in v's dtype (zero at padding), and the state, a dictionary of float32 (for float64 inputs
         float64) tensors with the batch first, or `None`.
 
     Raises:
-        ValueError: a shape, option or state that does not fit; the message names it.
+        ValueError: a shape, option or state that does not fit; the message names it. Or `kernels="triton"` cannot run.
 
     Differs from `naive_atlas` and `step_atlas` in speed alone. Training keeps the fast weights at the start of every
     group of chunks, and computes the rest again in the backward pass.
@@ -161,7 +164,18 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
     matrices = [m if len(m) < 3 else (m[0], stack_hidden(m[1:])) for m in fast if m]
     state = [x.flatten(0, 1).contiguous() for m in matrices for x in m]
     pairwise = call.options.errors_follow_writes and grid.tokens.gamma.shape[-1] > 1
-    y, *state = _Walk.apply(settings, len(state), *state, *recomputed(gather_inputs, grid, call, pairwise))
+    walk = select_walk(
+        call.kernels,
+        call.options,
+        len(call.memory),
+        grid.tokens.gamma.shape[-1],
+        call.q,
+        key_dim=call.q.shape[-1],
+        value_dim=call.tokens.v.shape[-1],
+        hidden_dim=call.memory[0].shape[-1] if len(call.memory) > 1 else 0,
+        features=call.memory[-1].shape[-1],
+    )
+    y, *state = (walk or _Walk.apply)(settings, len(state), *state, *recomputed(gather_inputs, grid, call, pairwise))
     heads, batch = call.q.shape[2], call.q.shape[0]
     y = y.unflatten(0, (heads, batch)).permute(1, 2, 0, 3)
     if call.residual_scale is not None:

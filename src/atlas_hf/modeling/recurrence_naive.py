@@ -64,8 +64,12 @@ def naive_atlas(grid: Grid, fast: Fast, call: Call):
     """The Atlas recurrence, one token after the other (recurrence, section 2; paper, Eq. 9-16, 32, 33, 39).
 
     Same signature, outputs and state as `chunk_atlas`; slow, and meant to be read beside the paper. They agree to
-    rounding for every choice of options.
+    rounding for every choice of options. A reference has no kernels: `kernels="triton"` raises a ValueError.
     """
+    if call.kernels == "triton":
+        raise ValueError(
+            "kernels='triton' cannot run: naive_atlas is the reference and has none; leave the argument out"
+        )
     options, memory = call.options, call.memory
     b, window = options.chunk_size, grid.tokens.gamma.shape[-1]
     k, v, log_alpha, eta, log_theta, gamma = grid.tokens.map(lambda x: x.transpose(0, 2).transpose(1, 2))

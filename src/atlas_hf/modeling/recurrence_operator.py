@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .dispatch import check_kernels
 from .newton_schulz import COEFFICIENTS
 from .recurrence_state import (
     Fast,
@@ -36,6 +37,7 @@ class Call:
     lengths: torch.Tensor | None
     state: State | None
     needs_state: bool
+    kernels: str
 
 
 def atlas_operator(scan):
@@ -69,7 +71,9 @@ def atlas_operator(scan):
         initial_state=None,
         output_final_state=False,
         cu_seqlens=None,
+        kernels="auto",
     ):
+        check_kernels(kernels)
         options = RecurrenceOptions(
             chunk_size,
             rule,
@@ -109,6 +113,7 @@ def atlas_operator(scan):
             lengths,
             initial_state,
             output_final_state,
+            kernels,
         )
         # Under autocast the products below would fall back to half precision.
         with torch.autocast(device_type=q.device.type, enabled=False):

@@ -15,6 +15,7 @@ P_t` with the token-space factors `C_t`. Only Muon with carried momentum has a d
 import torch
 from torch.nn.functional import pad
 
+from .dispatch import select_factors, select_step
 from .memory_network import activate, activate_with_derivative, output_gain, stack_hidden
 from .newton_schulz import newton_schulz, newton_schulz_factors, precise
 from .recurrence_operator import Call, atlas_operator
@@ -50,6 +51,26 @@ class _Step:
         self.matrices += [_Matrix(i, muon, carry, hidden_rate) for i in range(1, len(call.memory))]
         self.base = call.memory if call.options.decay_to == "init" else None
         self.rho = None if call.residual_scale is None else call.residual_scale[:, None]
+        self.factors = select_factors(call.kernels, self.slots, call.q) or newton_schulz_factors
+        self.kernel = self._one_launch()
+
+    def _one_launch(self):
+        """Triton's way to take a token, where there is one and nobody asks for gradients."""
+        call = self.call
+        module = select_step(
+            call.kernels,
+            self.options,
+            len(self.memory),
+            self.window,
+            call.q,
+            key_dim=call.q.shape[-1],
+            value_dim=self.memory[0].shape[1],
+            hidden_dim=self.memory[0].shape[-1] if self.deep else 0,
+            features=self.memory[-1].shape[-1],
+        )
+        if module is None or torch.is_grad_enabled() or self.rho is not None:
+            return None
+        return module.Step(self.options, self.memory, self.feature_map, self.window)
 
     # Working state: the public state plus everything that begins with `step_`
 
@@ -235,7 +256,7 @@ class _Step:
         else:
             x, e = precise(inputs), precise(gradient)
             gram = x @ x.transpose(-1, -2) if gram is None else gram
-            factors = newton_schulz_factors(
+            factors = self.factors(
                 e @ e.transpose(-1, -2), gram, options.newton_schulz_steps, options.newton_schulz_coefficients
             )
             step = factors.to(gradient.dtype).transpose(-1, -2) @ gradient
@@ -297,8 +318,8 @@ class _Step:
         self._anchor(new)
         return new
 
-    def take(self, work: State, token: State, rows=None, q=None) -> torch.Tensor | None:
-        """Take one token in, in place of `work`; `rows [B]` that have none stay as they are. Returns the output at `q`."""
+    def _write_and_read(self, work: State, token: State, q):
+        """PyTorch's way to take a token in: the state after its writes, and the output at `q` or None."""
         phi = self._features(token["k"][:, :, None] if q is None else torch.stack([token["k"], q], 2))
         base, moved = self._hidden_at_start(work, phi)
         hidden = None
@@ -309,6 +330,12 @@ class _Step:
         if q is not None:
             start = (None if x is None else x[:, :, 1:] for x in (base, moved))
             y = self._output(new, q, phi[:, :, 1:], *start)
+        return new, y
+
+    def take(self, work: State, token: State, rows=None, q=None) -> torch.Tensor | None:
+        """Take one token in, in place of `work`; `rows [B]` that have none stay as they are. Returns the output at `q`."""
+        by_kernel = self.kernel is not None and q is not None
+        new, y = self.kernel.take(work, token, q) if by_kernel else self._write_and_read(work, token, q)
         ended = new["position"] % self.options.chunk_size == 0
         folded = self._end_chunk(new) if torch.compiler.is_compiling() or bool(ended.any()) else None
         for name in ("k", "v"):
@@ -335,7 +362,8 @@ def step_atlas(call: Call):
     Same signature, outputs and state as `chunk_atlas`, and equal to it to rounding; rows of a batch may stand at
     different places. The cost of a token depends neither on the tokens before it nor on the chunk's place, but every
     `b`-th one also folds the chunk. The returned state also holds the chunk's factors (names that begin with `step_`),
-    so that the next step need not take them again; `chunk_atlas` ignores them.
+    so that the next step need not take them again; `chunk_atlas` ignores them. Where Triton has a kernel for the options
+    and no gradients are asked for, a token takes one launch; else its Newton-Schulz alone runs on Triton.
     """
     step = _Step(call)
     work = step.begin(call.state)

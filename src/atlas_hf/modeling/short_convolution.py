@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .dispatch import select_fused
+
 
 class ShortConvolution(nn.Module):
     """`silu(sum_j w_j x_{t-W+1+j})` for every channel; tokens before the sequence's first are zero.
@@ -22,7 +24,7 @@ class ShortConvolution(nn.Module):
         bound = self.kernel_size**-0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x, tail=None, lengths=None):
+    def forward(self, x, tail=None, lengths=None, kernels="torch"):
         """Convolve `x [B, T, C]`, of which row `i` has `lengths[i]` tokens and then padding.
 
         Args:
@@ -35,8 +37,13 @@ class ShortConvolution(nn.Module):
         earlier = self.kernel_size - 1
         x = F.pad(x, (0, 0, earlier, 0)) if tail is None else torch.cat([tail.to(x.dtype), x], 1)
         length = x.shape[1] - earlier
-        y = sum(x[:, j : j + length] * self.weight[:, 0, j] for j in range(self.kernel_size))
+        # Nothing to fuse in a single token
+        fused = select_fused(kernels, x) if length > 1 and x.dtype == self.weight.dtype else None
+        if fused is not None:
+            y = fused.short_convolution(x, self.weight)
+        else:
+            y = F.silu(sum(x[:, j : j + length] * self.weight[:, 0, j] for j in range(self.kernel_size)))
         if lengths is None:
-            return F.silu(y), x[:, length:]
+            return y, x[:, length:]
         place = lengths[:, None] + torch.arange(earlier, device=x.device)
-        return F.silu(y), x.gather(1, place[..., None].expand(-1, -1, x.shape[-1]))
+        return y, x.gather(1, place[..., None].expand(-1, -1, x.shape[-1]))
