@@ -23,11 +23,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import atlas_hf.kernels
+import atlas_hf.kernels.fused_scan
 from atlas_hf import AtlasConfig
-from atlas_hf.kernels.backward import backward_kernel
-from atlas_hf.kernels.forward import forward_kernel
-from atlas_hf.kernels.plan import Plan, plan_of
+from atlas_hf.kernels.fused_scan.backward import backward_kernel
+from atlas_hf.kernels.fused_scan.forward import forward_kernel
+from atlas_hf.kernels.fused_scan.plan import COUNTS, Plan, plan_of
 from atlas_hf.modeling.feature_map import num_features
 from atlas_hf.modeling.newton_schulz import COEFFICIENTS
 from atlas_hf.modeling.recurrence_state import RecurrenceOptions
@@ -38,13 +38,12 @@ PRESETS = ("omeganet", "atlas", "atlas_plus_plus", "titans")
 SIZES = ("340M", "1.3B")
 # Shared memory that one block may have, in bytes
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}
-INTEGERS = ("first_chunk", "last_chunk", "last_end", "num_chunks", "rows_per_head", "every", "num_kept")
 KERNELS = {"forward": forward_kernel, "backward": backward_kernel}
 
 
 def source_hash() -> str:
     """Of the kernels' code: results of another one are out of date."""
-    files = sorted(Path(atlas_hf.kernels.__path__[0]).glob("*.py"))
+    files = sorted(Path(atlas_hf.kernels.fused_scan.__path__[0]).glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
@@ -68,7 +67,7 @@ def signature(kernel, plan: Plan):
         name = parameter.name
         if name in ("plan", "with_outputs", "with_starts"):
             types[name] = "constexpr"
-        elif parameter.name in INTEGERS:
+        elif name in COUNTS:
             types[name] = "i32"
         else:
             double = name == "precise" or (name in ("gram_kk", "d_gram_kk") and plan.writes > 0)

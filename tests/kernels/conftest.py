@@ -10,11 +10,11 @@ import pytest
 
 @pytest.fixture
 def interpret():
-    """Run a program of this folder under the interpreter; gives what it printed."""
+    """Run one of `programs/` under the interpreter; gives what it printed."""
     pytest.importorskip("triton", reason="Triton has no build for this platform")
 
     def run(program: str, *arguments: str) -> str:
-        command = [sys.executable, "-W", "error", str(Path(__file__).parent / program), *arguments]
+        command = [sys.executable, "-W", "error", str(Path(__file__).parent / "programs" / program), *arguments]
         finished = subprocess.run(
             command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=600
         )

@@ -65,7 +65,7 @@ def test_the_scan_equals_the_torch_path(interpret, family):
     # Newton-Schulz lifts rounding in faded directions by up to 3.4445^5 = 485, in both paths and differently in each.
     floor = 1e-5 if "rule" in CASES[family][0] else 2e-6
     for case, errors in zip(
-        CASES[family], json.loads(interpret("scan_checks.py", json.dumps(CASES[family]))), strict=True
+        CASES[family], json.loads(interpret("scan_equality.py", json.dumps(CASES[family]))), strict=True
     ):
         assert len(errors["kernel"]) > 10
         for name, error in errors["kernel"].items():
@@ -75,4 +75,4 @@ def test_the_scan_equals_the_torch_path(interpret, family):
 
 
 def test_the_operators_keep_pytorchs_rules(interpret):
-    assert interpret("operator_checks.py") == "kept\n"
+    assert interpret("scan_operators.py") == "kept\n"

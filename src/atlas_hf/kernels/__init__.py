@@ -1,1 +1,4 @@
-"""Triton kernels; nothing here is needed on a CPU, and importing the package does not import Triton."""
+"""Triton kernels of the recurrence. Never needed: `atlas_hf.modeling.dispatch` reaches for them where they can run."""
+
+# What `modeling/dispatch.py` asks for; both change when the arguments of a kernel do.
+INTERFACE = 1

@@ -8,9 +8,9 @@ import math
 import torch
 
 from ..modeling.chunk_inputs import ChunkInputs
-from .backward import backward_kernel
-from .forward import forward_kernel
-from .plan import Inputs, Plan, plan_from, plan_of
+from .fused_scan.backward import backward_kernel
+from .fused_scan.forward import forward_kernel
+from .fused_scan.plan import Inputs, Plan, plan_from, plan_of
 
 # What a program keeps on chip at once grows with these squared; beyond them it would be on the stack instead
 MOST_PAIRS, MOST_IN_VIEW, MOST_IN_VIEW_OF_MUON = 128, 64, 32

@@ -1,7 +1,7 @@
 """A program for Triton's interpreter: the scan's operators keep PyTorch's rules for them, and torch.compile takes them."""
 
 import torch
-from scan_checks import KernelWalk, make_problem, poison, results
+from scan_equality import KernelWalk, make_problem, poison, results
 
 from atlas_hf.kernels import scan
 

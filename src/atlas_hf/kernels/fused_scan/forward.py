@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .chunk import load_step
-from .plan import Inputs
+from .plan import COUNTS, Inputs
 from .reads import outputs, weigh_errors
 from .tiles import dot, load_tile, store_tile, zeros
 from .walk import at_chunk, take_chunk
@@ -97,7 +97,7 @@ def keep(memory, kept, plan: tl.constexpr, block: tl.constexpr):
         tl.store(kept + index, tl.load(memory + index, mask=index < plan.state_size), mask=index < plan.state_size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     phi_k,
     base_k,

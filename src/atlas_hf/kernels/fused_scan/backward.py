@@ -25,7 +25,7 @@ from .gradients_reads import (
 )
 from .muon import read_steps_backward, step_errors_backward, sum_errors_backward, take_steps_backward
 from .pairs import solve_transposed
-from .plan import Inputs
+from .plan import COUNTS, Inputs
 from .reads import weigh_errors
 from .tiles import add_to_tile, dot, load_tile, load_vector, store_tile, zeros
 from .walk import at_chunk, gram_of_entry, take_chunk
@@ -258,7 +258,7 @@ def chunk_backward(inputs, grads, memory, start, work, history, dy, d_memory, d_
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=tuple(name for name in COUNTS if name != "every"))
 def backward_kernel(
     phi_k,
     base_k,

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..modeling.chunk_inputs import ChunkInputs
-from ..modeling.recurrence_state import INNER_NORM_EPS, RecurrenceOptions
+from ...modeling.chunk_inputs import ChunkInputs
+from ...modeling.recurrence_state import INNER_NORM_EPS, RecurrenceOptions
 
 # Pointers to a row's inputs, or to gradients by them. What is left out serves Muon with carried momentum alone.
 Inputs = NamedTuple("Inputs", [(name, object) for name in ChunkInputs._fields if name not in ("beta", "complete")])
+# Arguments that differ from call to call, and that no kernel should be compiled anew for
+COUNTS = ("first_chunk", "last_chunk", "last_end", "num_chunks", "rows_per_head", "every", "num_kept")
 NORM_EPS = tl.constexpr(INNER_NORM_EPS)
 
 

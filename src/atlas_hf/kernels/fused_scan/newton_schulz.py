@@ -10,7 +10,7 @@ Legend: as in `plan.py`; `gram_e = E E^T`, `gram_x = X X^T`, both `[R, R]`.
 import triton
 import triton.language as tl
 
-from ..modeling import newton_schulz as reference
+from ...modeling import newton_schulz as reference
 
 CANCELLED = tl.constexpr(reference.CANCELLED)
 FLOOR = tl.constexpr(reference.EPS**2)

@@ -1,6 +1,6 @@
 """A program for Triton's interpreter: the fused scan against the torch path, errors of both against float64, as JSON.
 
-    TRITON_INTERPRET=1 python scan_checks.py '[{"memory": "mlp", "window": 3, "tokens": 11}, ...]'
+    TRITON_INTERPRET=1 python scan_equality.py '[{"memory": "mlp", "window": 3, "tokens": 11}, ...]'
 
 A process of its own, because Triton reads the variable once, when it is imported. Each case is a problem's and a
 recurrence's options in one, and: `lengths` or `cu_seqlens`; `split`, where the sequence is cut in two calls, the state handed
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ops"))
 
 from problems import make_problem, public, weighted_sum
 
