@@ -2,13 +2,14 @@
 
     python benchmarks/triton_aot.py               prints the table, writes benchmarks/results/triton_aot.md and .json
 
-Every preset at the paper's sizes. The recurrence's tensors are float32 in a bfloat16 model too; products are by TF32 in three
-parts, as under `torch.set_float32_matmul_precision("high")`. This proves that the kernels compile and fit, neither their
-results nor their speed. Spills are those of all functions of a kernel, of one thread.
+Every preset at the paper's sizes. The recurrence's tensors are float32 in a bfloat16 model too; products are as under
+`torch.set_float32_matmul_precision("high")`, by TF32 in three parts, or ("highest") by float32. This proves that the kernels
+compile and fit, neither their results nor their speed. Spills are those of all functions of a kernel, of one thread.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -35,7 +36,8 @@ from atlas_hf.modeling.recurrence_state import RecurrenceOptions
 RESULTS = Path(__file__).parent / "results" / "triton_aot.md"
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PRESETS = ("omeganet", "atlas", "atlas_plus_plus", "titans")
-SIZES = ("340M", "1.3B")
+# Sizes, and how products of float32 are taken: by TF32 in three parts, or as they are
+SHAPES = (("340M", "tf32x3"), ("1.3B", "tf32x3"), ("340M", "ieee"))
 # Shared memory that one block may have, in bytes
 ARCHITECTURES = {80: 163 * 1024, 90: 227 * 1024}
 KERNELS = {"forward": forward_kernel, "backward": backward_kernel}
@@ -47,7 +49,7 @@ def source_hash() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
-def plan_of_model(preset: str, size: str, precision: str = "tf32x3") -> Plan:
+def plan_of_model(preset: str, size: str, precision: str) -> Plan:
     config = getattr(AtlasConfig, preset)(size)
     names = ("chunk_size", "rule", "momentum", "inner_loss", "output_errors", "muon_interval", "newton_schulz_steps")
     names += ("inner_norm", "hidden_rate", "decay_to")
@@ -104,9 +106,9 @@ def resources(compiled) -> dict:
     }
 
 
-def measure(direction: str, preset: str, size: str, architecture: int) -> dict:
-    plan = plan_of_model(preset, size)
-    row = {"kernel": direction, "preset": preset, "size": size, "arch": f"sm_{architecture}"}
+def measure(direction: str, preset: str, size: str, precision: str, architecture: int) -> dict:
+    plan = plan_of_model(preset, size, precision)
+    row = {"kernel": direction, "preset": preset, "size": size, "products": precision, "arch": f"sm_{architecture}"}
     row |= {"num_warps": plan.launch()["num_warps"]}
     row |= resources(compile_kernel(direction, plan, architecture))
     return row | {"shared_limit": ARCHITECTURES[architecture], "scratch_bytes_per_row": 4 * plan.at.end}
@@ -116,15 +118,16 @@ def report(results: dict) -> str:
     lines = [
         "# Triton kernels, compiled ahead of time",
         "",
-        "`python benchmarks/triton_aot.py`, without a GPU: resources, neither results nor speed. Float32 with products by",
-        f"TF32 in three parts. triton {results['triton']}; kernels `{results['source']}`.",
+        "`python benchmarks/triton_aot.py`, without a GPU: resources, neither results nor speed. Tensors are float32; products",
+        'by TF32 in three parts, as under `torch.set_float32_matmul_precision("high")`, or by float32 ("highest").',
+        f"triton {results['triton']}; kernels `{results['source']}`.",
         "",
-        "| kernel | preset | size | arch | warps | shared, KiB | of | registers | spills, bytes a thread | functions |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| kernel | preset | size | products | arch | warps | shared, KiB | of | registers | spills, bytes a thread | functions |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:
         lines.append(
-            f"| {row['kernel']} | {row['preset']} | {row['size']} | {row['arch']} | {row['num_warps']} | "
+            f"| {row['kernel']} | {row['preset']} | {row['size']} | {row['products']} | {row['arch']} | {row['num_warps']} | "
             f"{row['shared_bytes'] / 1024:.0f} | {row['shared_limit'] // 1024} | {row['registers']} | "
             f"{row['spill_bytes']} | {row['functions']} |"
         )
@@ -134,19 +137,15 @@ def report(results: dict) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
-    arguments = parser.parse_args()
+    output = parser.parse_args().output
     results = {"triton": triton.__version__, "source": source_hash(), "rows": []}
-    for size in arguments.sizes:
-        for preset in arguments.presets:
-            for architecture in ARCHITECTURES:
-                for direction in KERNELS:
-                    results["rows"].append(measure(direction, preset, size, architecture))
-                    print(report(results).splitlines()[-1], flush=True)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(report(results))
-    arguments.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    for (size, precision), preset in itertools.product(SHAPES, PRESETS):
+        for architecture, direction in itertools.product(ARCHITECTURES, KERNELS):
+            results["rows"].append(measure(direction, preset, size, precision, architecture))
+            print(report(results).splitlines()[-1], flush=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(report(results))
+    output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -74,5 +74,6 @@ def test_the_scan_equals_the_torch_path(interpret, family):
             )
 
 
+@pytest.mark.slow
 def test_the_operators_keep_pytorchs_rules(interpret):
     assert interpret("scan_operators.py") == "kept\n"

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .chunk import errors_back, load_step, selection, source_index
-from .pairs import load_gram_of_pairs, load_weights_before
+from .pairs import BLOCK
 from .tiles import (
     add_to_tile,
     add_to_vector,
@@ -76,22 +76,35 @@ def back_propagation_backward(memory, start, work, plan: tl.constexpr):
 
 @triton.jit(noinline=True)
 def system_backward(inputs, grads, gram, d_gram, work, plan: tl.constexpr):
-    """Of the pairs' system: by the weights, and by the tokens' inner products `d_gram [R, R]`, added."""
-    source, exist, _, write = source_index(plan)
+    """Of the pairs' system, whose place its gradient takes: by the weights, and by the tokens' inner products, added."""
+    source, exist, token, write = source_index(plan)
+    local = tl.arange(0, BLOCK)
+    errors = work + plan.at.errors
+    for first in range(0, plan.sources, BLOCK):
+        row = first + local
+        rows = row < plan.sources
+        grad = zeros(BLOCK, plan.source_pad)
+        grad = rows_by_rows(grad, work + plan.at.d_errors, row, rows, errors, source, exist, plan.value_dim, plan)
+        grad = tl.where(write[None, :] < (row // plan.window)[:, None], -grad, 0.0)
+        store_tile(work + plan.at.system, row, rows, source, exist, plan.sources, grad)
+    tl.debug_barrier()
     position = tl.arange(0, plan.chunk_pad)
-    view = tl.arange(0, plan.view_pad)
-    d_system = zeros(plan.source_pad, plan.source_pad)
-    d_system = -rows_by_rows(
-        d_system, work + plan.at.d_errors, source, exist, work + plan.at.errors, source, exist, plan.value_dim, plan
-    )
-    d_system = tl.where(write[None, :] < write[:, None], d_system, 0.0)
     of_write = tl.where((position[:, None] + 1 == write[None, :]) & exist[None, :], 1.0, 0.0)
-    d_weights = dot(of_write, d_system * load_gram_of_pairs(gram, plan), zeros(plan.chunk_pad, plan.source_pad), plan)
-    add_to_tile(grads.weights, position, position < plan.chunk, source, exist, plan.sources, d_weights)
-    gathered = selection(plan)
-    by_token = dot(gathered, d_system * load_weights_before(inputs, plan), zeros(plan.view_pad, plan.source_pad), plan)
-    by_token = dot(by_token, tl.trans(gathered), zeros(plan.view_pad, plan.view_pad), plan)
-    add_to_tile(d_gram, view, view < plan.view, view, view < plan.view, plan.view, by_token)
+    view = tl.arange(0, plan.view_pad)
+    by_gram = zeros(plan.view_pad, plan.view_pad)
+    for first in range(0, plan.sources, BLOCK):
+        column = first + local
+        columns = column < plan.sources
+        column_token = column // plan.window + column % plan.window
+        grad = load_tile(work + plan.at.system, source, exist, column, columns, plan.sources)
+        inner = load_tile(gram, token, exist, column_token, columns, plan.view)
+        by_weight = dot(of_write, grad * inner, zeros(plan.chunk_pad, BLOCK), plan)
+        add_to_tile(grads.weights, position, position < plan.chunk, column, columns, plan.sources, by_weight)
+        weights = load_tile(inputs.weights, write - 1, exist & (write > 0), column, columns, plan.sources)
+        by_token = dot(selection(plan), grad * weights, zeros(plan.view_pad, BLOCK), plan)
+        of_token = tl.where((column_token[:, None] == view[None, :]) & columns[:, None], 1.0, 0.0)
+        by_gram = dot(by_token, of_token, by_gram, plan)
+    add_to_tile(d_gram, view, view < plan.view, view, view < plan.view, plan.view, by_gram)
 
 
 @triton.jit(noinline=True)

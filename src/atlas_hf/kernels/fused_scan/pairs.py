@@ -15,28 +15,21 @@ from .tiles import dot, load_tile, store_tile, zeros
 BLOCK = tl.constexpr(16)
 
 
-@triton.jit
-def load_weights_before(inputs, plan: tl.constexpr):
-    """The weight of every source's error in the memory that each source's write sees, `[P, P]`."""
-    source, exist, _, write = source_index(plan)
-    weights = load_tile(inputs.weights, write - 1, exist & (write > 0), source, exist, plan.sources)
-    return tl.where(write[None, :] < write[:, None], weights, 0.0)
-
-
-@triton.jit
-def load_gram_of_pairs(gram, plan: tl.constexpr):
-    """Inner products of tokens spread over the pairs, `[R, R] -> [P, P]`."""
-    _, exist, token, _ = source_index(plan)
-    return load_tile(gram, token, exist, token, exist, plan.view)
-
-
 @triton.jit(noinline=True)
 def set_up(inputs, gram, work, plan: tl.constexpr):
-    source, exist, _, _ = source_index(plan)
-    system = load_gram_of_pairs(gram, plan) * load_weights_before(inputs, plan)
-    store_tile(work + plan.at.system, source, exist, source, exist, plan.sources, system)
-    tl.debug_barrier()
+    """The system's part below its diagonal, and the inverses of its diagonal blocks; `gram [R, R]` of the tokens."""
+    source, exist, token, write = source_index(plan)
     local = tl.arange(0, BLOCK)
+    for first in range(0, plan.sources, BLOCK):
+        row = first + local
+        rows = row < plan.sources
+        row_write = row // plan.window
+        # The weight of every source's error in the memory that the row's write sees
+        weights = load_tile(inputs.weights, row_write - 1, rows & (row_write > 0), source, exist, plan.sources)
+        weights = tl.where(write[None, :] < row_write[:, None], weights, 0.0)
+        inner = load_tile(gram, row_write + row % plan.window, rows, token, exist, plan.view)
+        store_tile(work + plan.at.system, row, rows, source, exist, plan.sources, weights * inner)
+    tl.debug_barrier()
     for first in range(0, plan.sources, BLOCK):
         row = first + local
         rows = row < plan.sources
