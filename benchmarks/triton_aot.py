@@ -8,19 +8,20 @@ compile and fit, neither their results nor their speed. Spills are those of all 
 """
 
 import argparse
+import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
 import re
-import subprocess
-import tempfile
 from pathlib import Path
 
 # Interpreted kernels cannot be compiled
 os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -34,7 +35,6 @@ from atlas_hf.modeling.newton_schulz import COEFFICIENTS
 from atlas_hf.modeling.recurrence_state import RecurrenceOptions
 
 RESULTS = Path(__file__).parent / "results" / "triton_aot.md"
-NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PRESETS = ("omeganet", "atlas", "atlas_plus_plus", "titans")
 # Sizes, and how products of float32 are taken: by TF32 in three parts, or as they are
 SHAPES = (("340M", "tf32x3"), ("1.3B", "tf32x3"), ("340M", "ieee"))
@@ -79,24 +79,23 @@ def signature(kernel, plan: Plan):
 
 
 def compile_kernel(direction: str, plan: Plan, architecture: int):
+    """The compiled kernel, and what the assembler told of it."""
     kernel = KERNELS[direction]
     types, aligned = signature(kernel, plan)
     constants = {"plan": plan}
     if direction == "forward":
         constants |= {"with_outputs": True, "with_starts": True}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-    target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options=plan.launch())
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(io.StringIO()) as told:
+        knobs.nvidia.dump_ptxas_log = True
+        # Nothing is told of what lies in the cache; line numbers make the assembler slow
+        knobs.compilation.always_compile = knobs.compilation.disable_line_info = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=plan.launch())
+    return compiled, told.getvalue()
 
 
-def resources(compiled) -> dict:
+def resources(compiled, told: str) -> dict:
     """Shared bytes of a block, registers of a thread, and bytes of a thread's spills, by the assembler's account."""
-    with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "kernel.ptx"
-        text.write_text(compiled.asm["ptx"])
-        target = re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1)
-        command = [NVIDIA / "ptxas", "-v", f"--gpu-name={target}", text, "-o", Path(folder) / "kernel.cubin"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stores = [int(n) for n in re.findall(r"(\d+) bytes spill stores", told)]
     return {
         "shared_bytes": compiled.metadata.shared,
@@ -110,7 +109,7 @@ def measure(direction: str, preset: str, size: str, precision: str, architecture
     plan = plan_of_model(preset, size, precision)
     row = {"kernel": direction, "preset": preset, "size": size, "products": precision, "arch": f"sm_{architecture}"}
     row |= {"num_warps": plan.launch()["num_warps"]}
-    row |= resources(compile_kernel(direction, plan, architecture))
+    row |= resources(*compile_kernel(direction, plan, architecture))
     return row | {"shared_limit": ARCHITECTURES[architecture], "scratch_bytes_per_row": 4 * plan.at.end}
 
 
@@ -118,11 +117,11 @@ def report(results: dict) -> str:
     lines = [
         "# Triton kernels, compiled ahead of time",
         "",
-        "`python benchmarks/triton_aot.py`, without a GPU: resources, neither results nor speed. Tensors are float32; products",
-        'by TF32 in three parts, as under `torch.set_float32_matmul_precision("high")`, or by float32 ("highest").',
-        f"triton {results['triton']}; kernels `{results['source']}`.",
+        "`python benchmarks/triton_aot.py`, without a GPU: resources, neither results nor speed. Tensors are float32,",
+        'products by TF32 in three parts, as under `torch.set_float32_matmul_precision("high")`, or by float32 ("highest").',
+        f"Spills are of one thread, in bytes. triton {results['triton']}; kernels `{results['source']}`.",
         "",
-        "| kernel | preset | size | products | arch | warps | shared, KiB | of | registers | spills, bytes a thread | functions |",
+        "| kernel | preset | size | products | arch | warps | shared, KiB | of | registers | spills | functions |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:

@@ -12,6 +12,8 @@ CASES = {
     "omeganet": [
         {**SMALL, "memory": "mlp", "window": 3, "lengths": [11, 6], "tiles": 16},
         {**SMALL, "memory": "mlp", "window": 2, "split": 6, "batch": 1, "heads": 2, "decay_to": "zero"},
+        # Several blocks of the pairs' system, and more tokens in view than a tile has
+        {**SMALL, "memory": "mlp", "window": 2, "chunk_size": 18, "tokens": 20, "batch": 1, "tiles": 16},
     ],
     "without": [
         {**SMALL, "memory": "mlp", "window": 3, "batch": 1, "cu_seqlens": [0, 5, 11], "inner_norm": False},

@@ -179,9 +179,14 @@ def errors_back(memory, start, work, unit, units, plan: tl.constexpr):
 def load_step(inputs, work, plan: tl.constexpr):
     """The normalised step of each token in view, by which gd on the output matrix multiplies what it reads."""
     token = tl.arange(0, plan.view_pad)
-    step = zeros(plan.view_pad) + 1.0
+    return load_step_of(inputs, work, token, token < plan.view, plan)
+
+
+@triton.jit
+def load_step_of(inputs, work, token, exist, plan: tl.constexpr):
+    step = tl.where(exist, 1.0, 1.0)
     if plan.norm and not plan.muon_output:
-        step = load_vector(work + plan.at.step if plan.deep else inputs.step_k, token, token < plan.view)
+        step = load_vector(work + plan.at.step if plan.deep else inputs.step_k, token, exist)
     return step
 
 

@@ -6,7 +6,7 @@ Legend: as in `plan.py` and `gradients_reads.py`.
 import triton
 import triton.language as tl
 
-from .chunk import errors_back, load_step, selection, source_index
+from .chunk import errors_back, load_step, load_step_of, selection, source_index
 from .pairs import BLOCK
 from .tiles import (
     add_to_tile,
@@ -179,9 +179,15 @@ def entry_backward(inputs, grads, memory, start, work, plan: tl.constexpr):
                     dx, grad, token, exist, plan.value_dim, momentum, unit, units, plan.entry_dim, plan
                 )
         if plan.deep and (plan.exact or plan.muon_output):
-            d_gram = load_tile(work + plan.at.d_gram, token, exist, token, exist, plan.view)
-            dx = dot(d_gram, x * step[:, None], dx, plan)
-            d_stepped = dot(tl.trans(d_gram), x, d_stepped, plan)
+            d_gram = work + plan.at.d_gram
+            for begin in range(0, plan.view, plan.inner_tile):
+                other = begin + tl.arange(0, plan.inner_tile)
+                others = other < plan.view
+                right = load_tile(work + plan.at.x, other, others, unit, units, plan.entry_dim)
+                left = load_tile(d_gram, other, others, token, exist, plan.view)
+                d_stepped = dot(tl.trans(left), right, d_stepped, plan)
+                right *= load_step_of(inputs, work, other, others, plan)[:, None]
+                dx = dot(load_tile(d_gram, token, exist, other, others, plan.view), right, dx, plan)
         if not plan.muon_output:
             d_step += tl.sum(d_stepped * x, 1)
         dx += d_stepped * step[:, None]
