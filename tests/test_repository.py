@@ -43,7 +43,9 @@ def test_files_stay_short_and_finished():
 
 
 def test_importing_the_package_needs_neither_triton_nor_fla():
-    program = "import sys; import atlas_hf, atlas_hf.ops; print(sorted({'triton', 'fla'} & set(sys.modules)))"
+    """PyTorch itself imports Triton where it is installed: here importing it fails, and nothing of ours asks for it."""
+    program = "import sys; sys.modules |= {'triton': None, 'fla': None}; import atlas_hf, atlas_hf.ops; "
+    program += "print([name for name in sys.modules if name.startswith(('atlas_hf.kernels', 'triton.', 'fla.'))])"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert finished.stdout == "[]\n"
 

@@ -43,6 +43,8 @@ CASES = {
             "split": 5,
         },
         {**SMALL, "memory": "linear", "window": 1, "inner_loss": "dot", "chunk_size": 5},
+        {**SMALL, "memory": "mlp", "window": 2, "batch": 1, "tokens": 1},
+        {**SMALL, "memory": "mlp", "window": 3, "batch": 1, "tokens": 2, "chunk_size": 1},
         {**SMALL, "memory": "mlp", "window": 2, "inner_loss": "dot", "momentum": "carry", "batch": 1},
     ],
     "atlas": [{**MUON, "memory": "mlp", "window": 3, "muon_interval": 2, "lengths": [7]}],
