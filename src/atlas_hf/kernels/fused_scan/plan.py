@@ -58,6 +58,8 @@ class Plan:
     def launch(self) -> dict[str, int]:
         """Warps of a program, and how far the loads of a loop run ahead of its products."""
         wide = self.source_pad > 64 or (self.writes > 0 and self.view_pad > 16)
+        # Without tensor cores every thread holds whole rows and columns of a product
+        wide |= self.precision == "ieee"
         return {"num_warps": 8 if wide else 4, "num_stages": 2}
 
     @property
@@ -166,7 +168,7 @@ def plan_of(
         muon_output=options.output_by_muon,
         steps=options.newton_schulz_steps,
         widest_tile=32,
-        inner_tile=32,
+        inner_tile=16 if precision == "ieee" else 32,
         output_rate=output_rate,
         hidden_rate=hidden_rate,
         quintic=tuple(options.newton_schulz_coefficients),
