@@ -6,6 +6,13 @@ import pytest
 
 aot = pytest.importorskip("triton_aot", reason="Triton has no build for this platform", exc_type=ImportError)
 TABLE = json.loads(aot.RESULTS.with_suffix(".json").read_text())
+# Bytes of a thread, in all functions of a kernel together; products by float32 take more registers than tensor cores do
+MOST_SPILLS = {
+    ("forward", "tf32x3"): 256,
+    ("backward", "tf32x3"): 1280,
+    ("forward", "ieee"): 640,
+    ("backward", "ieee"): 1536,
+}
 
 
 def test_the_table_belongs_to_these_kernels():
@@ -18,11 +25,7 @@ def test_the_table_belongs_to_these_kernels():
 @pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: "-".join(list(row.values())[:5]))
 def test_every_kernel_fits(row):
     assert row["shared_bytes"] <= row["shared_limit"]
-    assert row["spill_bytes"] <= MOST_SPILLS[row["kernel"]]
-
-
-# Bytes of a thread, in all functions of a kernel together
-MOST_SPILLS = {"forward": 64, "backward": 1024}
+    assert row["spill_bytes"] <= MOST_SPILLS[row["kernel"], row["products"]]
 
 
 @pytest.mark.slow
