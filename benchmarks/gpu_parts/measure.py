@@ -94,6 +94,8 @@ def measure(key: dict, scale: Scale, device: torch.device, peak: float) -> dict:
     """What belongs to a row's `contender`, `measure`, `batch` and `length`: figures, or the reason why there are none."""
     name, kind, batch, length = (key[n] for n in ("contender", "measure", "batch", "length"))
     row, model, step = {}, None, None
+    # Of all contenders: products of float32 matrices on tensor cores, in three TF32 parts where a kernel has them
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     try:
         model = build(name, scale, device)
         step = MAKERS[kind](model, tokens_of(scale.skeleton["vocab_size"], batch, length, device))
