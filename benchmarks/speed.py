@@ -90,7 +90,11 @@ def main():
             kinds["decode"] = []
         for kind, lengths in kinds.items():
             for length in lengths:
-                row = measure_one(name, kind, length, models, args)
+                try:
+                    row = measure_one(name, kind, length, models, args)
+                except Exception as error:  # others' models may not run here; the rest is to be measured all the same
+                    print(f"{name} {kind} {length}: skipped, {type(error).__name__}: {error}", flush=True)
+                    continue
                 write(args.output, row, about)
                 print(f"{name} {kind} {length}: {row['cpu_ratio']:.3f} of Llama's speed", flush=True)
     write_report(args.output)

@@ -80,6 +80,8 @@ def test_flags_override_the_file(from_yaml, text_file, tmp_path):
         ({"set": ["chunk_size=4"]}, ("set=['chunk_size=4']", "mapping")),
         ({"trainer": {"bf17": True}}, ("bf17=True", "bf17", "TrainingArguments")),
         ({"trainer": {"learning_rate": 1}}, ("learning_rate=1", "--lr")),
+        ({"trainer": {"num_train_epochs": 2}}, ("num_train_epochs=2", "--max-steps")),
+        ({"trainer": {"per_device_eval_batch_size": 4}}, ("per_device_eval_batch_size", "no effect")),
         ({"trainer": {"gradient_accumulation_steps": 3}}, ("batch_size=2", "gradient_accumulation_steps=3")),
         ({"trainer": {"lr_scheduler_type": "stairs"}}, ("lr_scheduler_type='stairs'",)),
         ({"output": None}, ("no output", "--output")),

@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from .dispatch import select_fused
+from .recompute import recomputed
 
 # Tokens whose logits stand in memory at one time.
 TOKENS_AT_ONCE = 1024
@@ -48,7 +48,7 @@ def linear_cross_entropy(
         total = fused.linear_cross_entropy(hidden_states, head.weight, targets, ignore_index)
     else:
         total = sum(
-            checkpoint(_sum_of_losses, head, x, t, ignore_index, use_reentrant=False, preserve_rng_state=False)
+            recomputed(_sum_of_losses, head, x, t, ignore_index)
             for x, t in zip(hidden_states.split(TOKENS_AT_ONCE), targets.split(TOKENS_AT_ONCE), strict=True)
         )
     if num_items_in_batch is None:

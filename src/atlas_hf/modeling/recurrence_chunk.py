@@ -156,8 +156,8 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
     Raises:
         ValueError: a shape, option or state that does not fit; the message names it. Or `kernels="triton"` cannot run.
 
-    Differs from `naive_atlas` and `step_atlas` in speed alone. Training keeps the fast weights at the start of every
-    group of chunks, and computes the rest again in the backward pass.
+    Differs from `naive_atlas` and `step_atlas` in speed alone. Training keeps each token's hidden pre-activations and errors,
+    and the fast weights at the start of every group of chunks; the backward pass computes the rest again.
     """
     settings = _Settings(grid, call, call.memory[0].shape[-1])
     # W2 and W3 read the same features: one stacked matrix inside the scan
