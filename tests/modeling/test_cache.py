@@ -14,6 +14,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
 from atlas_hf import AtlasCacheLayer
+from atlas_hf.modeling.memory_layer import AtlasMemory
 
 
 def cache_bytes(cache) -> int:
@@ -72,6 +73,23 @@ def test_random_splits(small_model, random_ids, logits_in_pieces, assert_equal_l
 
 
 @torch.no_grad()
+def test_long_texts_in_parts(small_model, random_ids, logits_in_pieces, assert_equal_logits, monkeypatch, variant):
+    """What a CPU takes at one time changes neither the outputs nor the state, wherever in a chunk the text begins."""
+    model, ids = small_model(variant), random_ids(2, 30)
+    whole, cache = logits_in_pieces(model, ids, [2, 28])
+    parts = []
+    monkeypatch.setattr("atlas_hf.modeling.memory_layer.TOKENS_AT_ONCE", 16)
+    recall = AtlasMemory._recall
+    monkeypatch.setattr(AtlasMemory, "_recall", lambda *args: parts.append(args[1].shape[1]) or recall(*args))
+    in_parts, other = logits_in_pieces(model, ids, [2, 28])
+    assert len(parts) > 4
+    assert max(parts) <= 8
+    assert_equal_logits(in_parts, whole)
+    for layer, wanted in zip(other.layers, cache.layers, strict=True):
+        for name, state in wanted.states.items():
+            assert_equal_logits(layer.states[name], state)
+
+
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float64, 1e-13), (torch.float32, 2e-5)])
 def test_long_decode_does_not_drift(small_model, random_ids, logits_in_pieces, preset, dtype, unit):
     """200 tokens one at a time against one call.

@@ -24,6 +24,8 @@ NEWEST_GATE_INIT = 0.982
 # A gate of either sign and size one makes products with heavy tails, from which little is learned for long; so it starts
 # at 1, give or take this.
 GATE_SPREAD = 0.3
+# Tokens of all rows that a CPU takes through the memory at one time, where no gradients are asked for.
+TOKENS_AT_ONCE = 1024
 
 
 def _gated(y, gate):
@@ -192,16 +194,23 @@ class AtlasMemory(nn.Module):
         q, k, v = (_wide(x).unflatten(-1, (self.num_heads, self.head_dim)) for x in qkv.chunk(3, -1))
         return F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6), v, tail
 
-    @fetches_weights_of("memory_weights", "feature_map")
-    def _mix(self, hidden_states, layout, states, keep_states: bool):
-        """Output `[B, T, D]` and, if wanted, the states to go on from; `states=None` begins every sequence anew."""
+    def _recall_in_parts(self, qkv, gates, lengths, states, keep_states: bool):
+        """As `_recall`. On a CPU a long text goes through in parts, whose intermediates stay in the processor's cache."""
+        batch, length, _ = qkv.shape
+        part = max(TOKENS_AT_ONCE // batch // self.config.chunk_size, 1) * self.config.chunk_size
+        whole = lengths is not None or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if whole or length <= part or qkv.device.type != "cpu":
+            return self._recall(qkv, gates, lengths, states, keep_states)
+        outputs = []
+        for first in range(0, length, part):
+            here, last = slice(first, first + part), first + part >= length
+            y, states = self._recall(qkv[:, here], [g[:, here] for g in gates], None, states, keep_states or not last)
+            outputs.append(y)
+        return torch.cat(outputs, 1), states
+
+    def _recall(self, qkv, gates, lengths, states, keep_states: bool):
+        """The memory's outputs `y [B, T, H, V]`, and the states to go on from if they are wanted."""
         config = self.config
-        batch, num_tokens, _ = hidden_states.shape
-        qkv = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], -1)
-        gates = self._gates(hidden_states)
-        lengths = None
-        if layout is not None:
-            qkv, gates, lengths = layout.gather(qkv), [layout.gather(g) for g in gates], layout.lengths
         q, k, v, tail = recomputed(self._heads, qkv, None if states is None else states["conv"], lengths)
         log_alpha, eta, log_theta, gamma = gates
         # The two agree to rounding: the chunk form lays out at least one whole chunk, which is much for a single token.
@@ -232,6 +241,19 @@ class AtlasMemory(nn.Module):
             output_final_state=keep_states,
             kernels=config.kernels,
         )
+        return y, {**new_states, "conv": _wide(tail)} if keep_states else None
+
+    @fetches_weights_of("memory_weights", "feature_map")
+    def _mix(self, hidden_states, layout, states, keep_states: bool):
+        """Output `[B, T, D]` and, if wanted, the states to go on from; `states=None` begins every sequence anew."""
+        config = self.config
+        batch, num_tokens, _ = hidden_states.shape
+        qkv = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], -1)
+        gates = self._gates(hidden_states)
+        lengths = None
+        if layout is not None:
+            qkv, gates, lengths = layout.gather(qkv), [layout.gather(g) for g in gates], layout.lengths
+        y, new_states = self._recall_in_parts(qkv, gates, lengths, states, keep_states)
         gate, dtype = self.g_proj(hidden_states), hidden_states.dtype
         if layout is None:
             heads = gate.unflatten(-1, (self.num_heads, self.head_dim))
@@ -242,7 +264,6 @@ class AtlasMemory(nn.Module):
             output = self.o_proj(recomputed(_gated, y, gate))
         if not keep_states:
             return output, None
-        new_states = {**new_states, "conv": _wide(tail)}
         if layout is not None and len(layout.lengths) != batch:
             # Packed documents: each row goes on from its last one.
             new_states = {n: s.index_select(0, layout.last_sequence_of_row) for n, s in new_states.items()}
