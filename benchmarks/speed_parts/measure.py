@@ -68,7 +68,7 @@ def _cache(out):
 
 
 def cache_bytes(cache) -> int:
-    """Bytes of all tensors that a cache holds, whatever it is made of."""
+    """Bytes of all storage that a cache's tensors hold, whatever it is made of."""
     seen, total, stack = set(), 0, [cache]
     while stack:
         item = stack.pop()
@@ -76,7 +76,9 @@ def cache_bytes(cache) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            total += item.numel() * item.element_size()
+            storage = item.untyped_storage()
+            total += 0 if storage.data_ptr() in seen else storage.nbytes()
+            seen.add(storage.data_ptr())
         elif isinstance(item, dict):
             stack += item.values()
         elif isinstance(item, (list, tuple)):

@@ -47,16 +47,18 @@ def state_bytes(config: AtlasConfig, decoding: bool = True) -> int:
     """Bytes of one sequence's cache in float32, whatever its length.
 
     Each layer holds, for every head, the memory's matrices, as many again with carried momentum, keys, values and gates of
-    the tokens in view; and the inputs of the last convolution. While decoding it also keeps what the chunk's tokens have
-    added to each matrix, so that a step need not take them in again: the largest size, and the default here.
+    the tokens in view; and the inputs of the last convolution. While decoding it also keeps those tokens' features and what
+    they have added to each matrix, so that a step need not take them in again: the largest size, and the default here.
     `decoding=False`: after a prefill.
     """
     carry, shapes = config.momentum == "carry", memory_shapes(config)
     window, chunk = config.omega_window, config.chunk_size
     head = _memory_size(config) * (2 if carry else 1)
-    head += (window + chunk - 2) * (2 * config.head_dim + 3 + window)
+    slots, token = window + chunk - 1, 2 * config.head_dim + 3 + window
+    if decoding and config.feature_degree > 1:
+        token += shapes[-1][1] + 1  # the key's features and their squared length
+    head += (slots - 1) * token
     if decoding:
-        slots = window + chunk - 1
         head += 3 if carry else 1
         for i, (out, width) in enumerate(shapes):
             by_muon = config.rule == "muon" and (i > 0 or config.output_errors == "anchored")
