@@ -57,7 +57,15 @@ def build(name: str, peer: Path | None = None) -> nn.Module:
 
 def _qwen3_next():
     """The gated delta rule in three layers and softmax attention in the fourth, as it ships; SwiGLU in place of experts."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    # Where it can import fla, transformers takes fla's kernels, and without a GPU those cannot run.
+    known = sys.modules.get("fla")
+    sys.modules["fla"] = None
+    try:
+        from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    finally:
+        del sys.modules["fla"]
+        if known is not None:
+            sys.modules["fla"] = known
 
     config = Qwen3NextConfig(
         **SKELETON,
