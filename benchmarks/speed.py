@@ -10,6 +10,7 @@ Rows are merged into the output file: a new one replaces that of the same conten
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -51,6 +52,7 @@ def machine(args) -> dict:
         "transformers": transformers.__version__,
         "commit": commit,
         "rounds": args.rounds,
+        "load at the start": round(os.getloadavg()[0], 1),
     }
 
 
