@@ -1,14 +1,14 @@
 """Table and plot of the recall results."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 from .task import SETTINGS
-from .training import BATCH_SIZE, LEARNING_RATE
 
 
 def write_report(path: Path) -> None:
-    """Write `recall.md` and `recall.png` beside the JSON file."""
+    """Write `recall.md`, `recall.png` and, where fields were varied, `recall_sweep.png` beside the JSON file."""
     rows = json.loads(path.read_text())
     rows.sort(
         key=lambda r: (
@@ -23,6 +23,7 @@ def write_report(path: Path) -> None:
     )
     path.with_suffix(".md").write_text(table(rows))
     plot(rows, path.with_suffix(".png"))
+    plot_sweep(rows, path.with_name(f"{path.stem}_sweep.png"))
 
 
 def table(rows: list[dict]) -> str:
@@ -55,33 +56,68 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def recipe(row: dict) -> tuple:
+    return row["steps"], row["batch_size"], row["learning_rate"]
+
+
 def plot(rows: list[dict], path: Path) -> None:
-    """Mean recall over steps of the runs with the presets' fields and the usual recipe, a panel for every setting."""
+    """Mean recall over steps of the runs with the mixers' own fields; for every setting the recipe that most mixers ran."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    usual = (BATCH_SIZE, LEARNING_RATE)
-    plain = [row for row in rows if not row["overrides"] and (row["batch_size"], row["learning_rate"]) == usual]
+    plain = [row for row in rows if not row["overrides"]]
     settings = [s for s in SETTINGS if any(row["setting"] == s for row in plain)]
     if not settings:
         return
     figure, axes = plt.subplots(1, len(settings), figsize=(6 * len(settings), 4.5), squeeze=False)
     colours = {}
     for axis, setting in zip(axes[0], settings, strict=True):
-        mixers = sorted({row["mixer"] for row in plain if row["setting"] == setting})
-        for mixer in mixers:
+        here = [row for row in plain if row["setting"] == setting]
+        mixers = {r: {row["mixer"] for row in here if recipe(row) == r} for r in map(recipe, here)}
+        chosen = max(mixers, key=lambda r: (len(mixers[r]), r))
+        for mixer in sorted(mixers[chosen]):
             colour = colours.setdefault(mixer, f"C{len(colours) % 10}")
-            runs = [row for row in plain if row["setting"] == setting and row["mixer"] == mixer]
-            longest = max(row["steps"] for row in runs)
-            runs = [{int(k): v for k, v in row["accuracy"].items()} for row in runs if row["steps"] == longest]
-            steps = sorted(runs[0])
-            mean = [sum(run[s] for run in runs) / len(runs) for s in steps]
+            runs = [row["accuracy"] for row in here if row["mixer"] == mixer and recipe(row) == chosen]
+            steps = sorted(map(int, runs[0]))
+            mean = [sum(run[str(s)] for run in runs) / len(runs) for s in steps]
             style = "--" if mixer in ("attention", "gated_delta") else "-"
             axis.plot(steps, mean, style, color=colour, label=f"{mixer} ({len(runs)})")
-        axis.set(title=setting, xlabel="training step", ylabel="recall", ylim=(0, 1.02))
+        axis.set(title=f"{setting}, batches of {chosen[1]}", xlabel="training step", ylabel="recall", ylim=(0, 1.02))
         axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_sweep(rows: list[dict], path: Path) -> None:
+    """Recall half-way and at the end, one field changed at a time, beside the preset's own values in the same recipe."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    varied = Counter((r["setting"], *recipe(r)) for r in rows if r["overrides"])
+    if not varied:
+        return
+    # The recipe with the most changed fields is the sweep; the others are single trials.
+    chosen = varied.most_common(1)[0][0]
+    here = [r for r in rows if (r["setting"], *recipe(r)) == chosen]
+    mixers = {r["mixer"] for r in here if r["overrides"]}
+    shown = [r for r in here if r["mixer"] in mixers]
+    labels = [
+        f"{r['mixer']}: " + (", ".join(f"{k} {v}" for k, v in r["overrides"].items()) or "as it is") for r in shown
+    ]
+    figure, axis = plt.subplots(figsize=(8, 0.28 * len(shown) + 1.2))
+    places = range(len(shown), 0, -1)
+    marks = sorted(map(int, shown[0]["accuracy"]))
+    for mark in (marks[len(marks) // 2], marks[-1]):
+        axis.plot([r["accuracy"][str(mark)] for r in shown], places, "o", label=f"step {mark}")
+    axis.set_yticks(places, labels, fontsize=7)
+    axis.set(xlabel=f"recall, {shown[0]['setting']} setting", xlim=(0, 1.02))
+    axis.grid(axis="x", linewidth=0.4)
+    axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -295,6 +295,15 @@ def test_report_writes_table_and_plot(tmp_path):
     write_report(path)
     assert len([x for x in path.with_suffix(".md").read_text().splitlines() if x.startswith("| omeganet")]) == 4
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "recall_sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_without_changed_fields_has_no_sweep(tmp_path):
+    path = tmp_path / "recall.json"
+    recall.merge(path, row())
+    write_report(path)
+    assert path.with_suffix(".png").exists()
+    assert not (tmp_path / "recall_sweep.png").exists()
 
 
 def test_report_of_changed_runs_alone_has_no_plot(tmp_path):
