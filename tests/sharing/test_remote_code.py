@@ -286,7 +286,7 @@ def test_cards_give_the_figures_and_the_right_example(tiny_model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("there", "--model", "original"), "there is not empty"),
+        (("there", "--model", "original"), "there is not empty: name another folder\n"),
         (("new", "--model", "nowhere"), "model nowhere is not a folder"),
         (("new", "--model", "original", "--repo-id", "a/b/c"), "--repo-id a/b/c is no name on the Hub"),
     ],

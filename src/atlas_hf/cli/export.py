@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_output(arguments.output)
+    check_output(arguments.output, overwritable=False)
     if arguments.repo_id is not None:
         try:
             validate_repo_id(arguments.repo_id)

@@ -8,6 +8,7 @@ import math
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 ADDED_COUNT = 0.1
 
@@ -23,7 +24,8 @@ def model_perplexity(
     was_training = model.training
     model.eval()
     total = 0.0
-    for start in range(0, len(blocks), batch_size):
+    # Silent where transformers' progress bars are switched off
+    for start in logging.tqdm(range(0, len(blocks), batch_size), desc="held-out perplexity", leave=False):
         batch = blocks[start : start + batch_size].to(model.device)
         places = None if positions is None else positions[start : start + batch_size].to(model.device)
         loss = model(input_ids=batch, position_ids=places, labels=batch, use_cache=False).loss

@@ -17,8 +17,10 @@ def partial_folder(output: Path) -> Path:
     return output.with_name(output.name + ".partial")
 
 
-def check_output(output: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+def check_output(output: Path, *, overwrite: bool = False, resume: bool = False, overwritable: bool = True) -> None:
     """Look before the long work whether `staged` will be able to write.
+
+    `overwritable`: whether the command has an `--overwrite` to advise.
 
     Raises:
         InputError: the folder holds something that may not be replaced, or an interrupted run is in the way, or there is
@@ -31,9 +33,8 @@ def check_output(output: Path, *, overwrite: bool = False, resume: bool = False)
         raise InputError(f"output {output} is a file: name a folder")
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
-            raise InputError(
-                f"output {output} is not empty: name another folder, or pass --overwrite to replace an old run"
-            )
+            remedy = "name another folder, or pass --overwrite to replace an old run"
+            raise InputError(f"output {output} is not empty: {remedy if overwritable else 'name another folder'}")
         if not (output / RUN_FILE).exists():
             raise InputError(
                 f"output {output} is not empty and not a run of atlas-hf (no {RUN_FILE}): name another folder"
