@@ -16,11 +16,11 @@ class ChunkBackward(Chunk):
 
     def restore(self, kept):
         """The intermediates of `forward` once more, but for its outputs."""
-        hidden_k, hidden_q, errors, self.moved = kept
+        hidden_k, hidden_q, errors = kept
         self._keys(hidden_k)
         if self.options.errors_follow_writes:
             self._pair_system()
-            self.errors = errors
+            self.errors, self.moved = errors, self.x @ self.deltas[0].mT
             if self.momenta[0] is not None:
                 self.carried = self.x @ self.momenta[0].mT
         self._write(errors)

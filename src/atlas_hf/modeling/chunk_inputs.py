@@ -77,14 +77,22 @@ def _source_weights(gamma, pairwise: bool):
     return rows.flatten(-2)[..., : b * view].unflatten(-1, (b, view))
 
 
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    """`[B, T, H, ...] -> [H, B, T, ...]`."""
+    return x.movedim(2, 0).contiguous()
+
+
+def features_of_rows(x: torch.Tensor, feature_map) -> torch.Tensor:
+    """`phi_k` or `phi_q` once more, from keys or queries: `[B, T, H, K] -> [N, T, F]`."""
+    x = heads_first(x)
+    return (x if feature_map is None else feature_map(x)).flatten(0, 1)
+
+
 def gather_inputs(grid: Grid, call: Call, pairwise: bool) -> ChunkInputs:
     """All chunks' inputs; differentiable. `pairwise`: the sources are pairs."""
     options, memory, feature_map = call.options, call.memory, call.feature_map
     b, c = options.chunk_size, grid.tokens.gamma.shape[-1]
     deep, hidden_muon, output_muon = len(memory) > 1, options.rule == "muon", options.output_by_muon
-
-    def heads_first(x):
-        return x.movedim(2, 0).contiguous()
 
     def in_view(x):
         return x.unfold(2, b + c - 1, b).movedim(-1, 3)

@@ -72,7 +72,7 @@ class Chunk:
         if self.deep:
             base = None if i.output_start is None else scan.shared(self.z)
         y = self.writes[0].read(base)
-        self.kept = (self.hidden_k, self.hidden_q, errors, self.moved)
+        self.kept = (self.hidden_k, self.hidden_q, errors)
         return y
 
     def _hidden_of_keys(self, base):
@@ -119,15 +119,14 @@ class Chunk:
         """
         scan, sources, i, n = self.scan, self.scan.sources, self.inputs, self.n
         target = scan.in_view(i.target, n)
-        self.moved = None
         if self.options.inner_loss == "dot":
             return -target
-        self.moved = self.x @ self.deltas[0].mT
+        moved = self.x @ self.deltas[0].mT
         begin = -target if start is None else start - target
         if not self.options.errors_follow_writes:
-            return begin.add_(self.moved)
+            return begin.add_(moved)
         self._pair_system()
-        errors = torch.addcmul(sources.expand_rows(begin), sources.expand_rows(self.moved), self._before(i.a_before))
+        errors = torch.addcmul(sources.expand_rows(begin), sources.expand_rows(moved), self._before(i.a_before))
         if self.momenta[0] is not None:
             self.carried = self.x @ self.momenta[0].mT
             errors.addcmul_(sources.expand_rows(self.carried), self._before(i.m_before), value=-1)

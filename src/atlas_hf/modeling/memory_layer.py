@@ -83,10 +83,13 @@ class HeadRMSNorm(nn.Module):
         dtype = x.dtype if dtype is None else dtype
         if gate is not None and (fused := select_fused(kernels, x)):
             return fused.gated_norm(x, self.weight, gate, self.eps).to(torch.promote_types(dtype, gate.dtype))
+        return recomputed(self._normed, x, gate, dtype)
+
+    def _normed(self, x, gate, dtype):
         y = _wide(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         y = (y * self.weight.to(y.dtype)).to(dtype)
-        return y if gate is None else recomputed(_gated, y, gate)
+        return y if gate is None else _gated(y, gate)
 
 
 class AtlasMemory(nn.Module):

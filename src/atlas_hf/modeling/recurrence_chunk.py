@@ -9,7 +9,7 @@ import math
 import torch
 
 from .chunk_backward import ChunkBackward
-from .chunk_inputs import ChunkInputs, gather_inputs
+from .chunk_inputs import ChunkInputs, features_of_rows, gather_inputs
 from .chunk_scan import Chunk, ChunkScan
 from .dispatch import select_walk
 from .memory_network import stack_hidden
@@ -17,8 +17,10 @@ from .recompute import recomputed
 from .recurrence_operator import Call, atlas_operator, on_grid
 from .recurrence_state import Fast, Grid
 
-# Inputs that only the outputs and the errors come from: the backward pass has the errors, and asks for no outputs.
-_FORWARD_ONLY = ("base_k", "base_q", "target")
+# Inputs that only the outputs and the errors come from: the backward pass has the errors, and asks for no outputs. And the
+# features, which are wider than the keys and queries that they are made of.
+_NOT_KEPT = ("base_k", "base_q", "target", "phi_k", "phi_q")
+_KEPT_OF_CHUNK = 3
 
 
 class _Walk(torch.autograd.Function):
@@ -27,10 +29,12 @@ class _Walk(torch.autograd.Function):
     Kept for the backward pass: the inputs, of every chunk the hidden pre-activations and the errors, in the inputs' place
     that they were made of, and the state at the start of every group of chunks. The backward pass goes through the groups
     from the last to the first, makes the rest of each chunk again, and then its gradients. Not twice differentiable.
+
+    `k [B, c-1+L, H, K]`, `q [B, L, H, K]`: what the features were made of; their gradients flow through the features.
     """
 
     @staticmethod
-    def forward(ctx, settings, num_state, *tensors):
+    def forward(ctx, settings, num_state, k, q, *tensors):
         state, inputs = tensors[:num_state], ChunkInputs(*tensors[num_state:])
         scan = ChunkScan(inputs, *settings.arguments)
         needed = any(ctx.needs_input_grad)
@@ -49,8 +53,8 @@ class _Walk(torch.autograd.Function):
         if needed:
             ctx.settings, ctx.num_state, ctx.groups = settings, num_state, groups
             ctx.shapes = ChunkInputs(*(None if x is None else x.shape for x in inputs))
-            inputs = inputs._replace(**dict.fromkeys(_FORWARD_ONLY))
-            ctx.save_for_backward(*starts, *kept, *inputs)
+            inputs = inputs._replace(**dict.fromkeys(_NOT_KEPT))
+            ctx.save_for_backward(k, q, *starts, *kept, *inputs)
         # A state that no chunk changed is an input, and an output must be a tensor of its own
         return torch.cat(outputs, 1), *(x.clone() if any(x is s for s in tensors[:num_state]) else x for x in state)
 
@@ -58,9 +62,11 @@ class _Walk(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, *d_state):
         settings, num_state, groups = ctx.settings, ctx.num_state, ctx.groups
-        saved, num_starts = ctx.saved_tensors, len(groups) * num_state
-        num_kept = 4 * settings.num_chunks
+        k, q, *saved = ctx.saved_tensors
+        num_starts, num_kept = len(groups) * num_state, _KEPT_OF_CHUNK * settings.num_chunks
         inputs = ChunkInputs(*saved[num_starts + num_kept :])
+        phi_k, phi_q = (features_of_rows(x, settings.feature_map) for x in (k, q))
+        inputs = inputs._replace(phi_k=phi_k, phi_q=phi_q)
         scan = ChunkScan(inputs, *settings.arguments)
         grads = ChunkInputs(*(None if shape is None else dy.new_zeros(shape) for shape in ctx.shapes))
         for group in reversed(range(len(groups))):
@@ -68,7 +74,8 @@ class _Walk(torch.autograd.Function):
             first, last = groups[group]
             for n in range(first, last):
                 chunk = ChunkBackward(scan, n, state)
-                chunk.restore(saved[num_starts + 4 * n : num_starts + 4 * n + 4])
+                first_kept = num_starts + _KEPT_OF_CHUNK * n
+                chunk.restore(saved[first_kept : first_kept + _KEPT_OF_CHUNK])
                 chunks.append(chunk)
                 if settings.takes_end(n):
                     chunk.ending()
@@ -80,14 +87,14 @@ class _Walk(torch.autograd.Function):
                 taken = settings.takes_end(n)
                 before = chunk.backward(dy[:, n * b : (n + 1) * b], d_state if taken else None, grads)
                 d_state = before if taken else tuple(x + y for x, y in zip(before, d_state, strict=True))
-        return None, None, *d_state, *grads._replace(complete=None)
+        return None, None, None, None, *d_state, *grads._replace(complete=None)
 
 
 class _Settings:
     """What of a call is not a tensor."""
 
     def __init__(self, grid: Grid, call: Call, expansion: int):
-        self.num_chunks = grid.num_chunks
+        self.num_chunks, self.feature_map = grid.num_chunks, call.feature_map
         self.arguments = (call.options, len(call.memory) - 1, grid.tokens.gamma.shape[-1], expansion)
         # A last chunk that no row completes leaves the state as it is, and without a next chunk or a state to give back
         # nobody asks what stands at the end.
@@ -175,7 +182,11 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
         hidden_dim=call.memory[0].shape[-1] if len(call.memory) > 1 else 0,
         features=call.memory[-1].shape[-1],
     )
-    y, *state = (walk or _Walk.apply)(settings, len(state), *state, *recomputed(gather_inputs, grid, call, pairwise))
+    inputs = recomputed(gather_inputs, grid, call, pairwise)
+    if walk is not None:
+        y, *state = walk(settings, len(state), *state, *inputs)
+    else:
+        y, *state = _Walk.apply(settings, len(state), grid.tokens.k.detach(), grid.q.detach(), *state, *inputs)
     heads, batch = call.q.shape[2], call.q.shape[0]
     y = y.unflatten(0, (heads, batch)).permute(1, 2, 0, 3)
     if call.residual_scale is not None:
