@@ -66,7 +66,7 @@ def write(path: Path, row: dict, about: dict) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contenders", nargs="+", choices=contenders.NAMES, default=list(contenders.NAMES))
+    parser.add_argument("--contenders", nargs="*", choices=contenders.NAMES, default=list(contenders.NAMES))
     parser.add_argument("--train", nargs="*", type=int, default=[512, 2048], metavar="LENGTH")
     parser.add_argument("--prefill", nargs="*", type=int, default=[2048, 8192, 32768], metavar="LENGTH")
     parser.add_argument("--decode", nargs="*", type=int, default=[512, 8192], metavar="CONTEXT")
