@@ -72,13 +72,13 @@ def test_random_splits(small_model, random_ids, logits_in_pieces, assert_equal_l
         assert cache.get_seq_length() == 23
 
 
-@torch.no_grad()
 def test_long_texts_in_parts(small_model, random_ids, logits_in_pieces, assert_equal_logits, monkeypatch, variant):
     """What a CPU takes at one time changes neither the outputs nor the state, wherever in a chunk the text begins."""
     model, ids = small_model(variant), random_ids(2, 30)
     whole, cache = logits_in_pieces(model, ids, [2, 28])
     parts = []
     monkeypatch.setattr("atlas_hf.modeling.memory_layer.TOKENS_AT_ONCE", 16)
+    monkeypatch.setattr("atlas_hf.modeling.memory_layer.FEWEST_CHUNKS", 1)
     recall = AtlasMemory._recall
     monkeypatch.setattr(AtlasMemory, "_recall", lambda *args: parts.append(args[1].shape[1]) or recall(*args))
     in_parts, other = logits_in_pieces(model, ids, [2, 28])
@@ -88,8 +88,14 @@ def test_long_texts_in_parts(small_model, random_ids, logits_in_pieces, assert_e
     for layer, wanted in zip(other.layers, cache.layers, strict=True):
         for name, state in wanted.states.items():
             assert_equal_logits(layer.states[name], state)
+    # Parts of a few chunks would cost more than they save
+    parts.clear()
+    monkeypatch.setattr("atlas_hf.modeling.memory_layer.FEWEST_CHUNKS", 100)
+    logits_in_pieces(model, ids, [2, 28])
+    assert parts == [2, 2, 28, 28]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float64, 1e-13), (torch.float32, 2e-5)])
 def test_long_decode_does_not_drift(small_model, random_ids, logits_in_pieces, preset, dtype, unit):
     """200 tokens one at a time against one call.

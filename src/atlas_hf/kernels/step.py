@@ -2,7 +2,7 @@
 
 Legend: B batch, H heads, K key width, V value width, E hidden width, F features, c window, b chunk, R = b + c - 1 slots.
 
-`take` does what `modeling/recurrence_step.py` does in `_write_and_read`. At a chunk's end PyTorch folds the slots.
+`take` does what `_Step.take` does in `modeling/recurrence_step.py`. At a chunk's end PyTorch folds the slots.
 """
 
 import json

@@ -26,6 +26,7 @@ NEWEST_GATE_INIT = 0.982
 GATE_SPREAD = 0.3
 # Tokens of all rows that a CPU takes through the memory at one time, where no gradients are asked for.
 TOKENS_AT_ONCE = 1024
+FEWEST_CHUNKS = 8
 
 
 def _gated(y, gate):
@@ -83,12 +84,12 @@ class HeadRMSNorm(nn.Module):
         dtype = x.dtype if dtype is None else dtype
         if gate is not None and (fused := select_fused(kernels, x)):
             return fused.gated_norm(x, self.weight, gate, self.eps).to(torch.promote_types(dtype, gate.dtype))
-        return recomputed(self._normed, x, gate, dtype)
+        return recomputed(self._normed, x, self.weight, gate, dtype)
 
-    def _normed(self, x, gate, dtype):
+    def _normed(self, x, weight, gate, dtype):
         y = _wide(x)
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        y = (y * self.weight.to(y.dtype)).to(dtype)
+        y = (y * weight.to(y.dtype)).to(dtype)
         return y if gate is None else _gated(y, gate)
 
 
@@ -200,9 +201,11 @@ class AtlasMemory(nn.Module):
     def _recall_in_parts(self, qkv, gates, lengths, states, keep_states: bool):
         """As `_recall`. On a CPU a long text goes through in parts, whose intermediates stay in the processor's cache."""
         batch, length, _ = qkv.shape
-        part = max(TOKENS_AT_ONCE // batch // self.config.chunk_size, 1) * self.config.chunk_size
+        # A part begins with a chunk more than it has: of wide batches, whose parts are short, that would be much.
+        chunks = TOKENS_AT_ONCE // (batch * self.config.chunk_size)
+        part = chunks * self.config.chunk_size
         whole = lengths is not None or torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if whole or length <= part or qkv.device.type != "cpu":
+        if whole or chunks < FEWEST_CHUNKS or length <= part or qkv.device.type != "cpu":
             return self._recall(qkv, gates, lengths, states, keep_states)
         outputs = []
         for first in range(0, length, part):

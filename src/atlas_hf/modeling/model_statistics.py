@@ -48,7 +48,8 @@ def state_bytes(config: AtlasConfig, decoding: bool = True) -> int:
 
     Each layer holds, for every head, the memory's matrices, as many again with carried momentum, keys, values and gates of
     the tokens in view; and the inputs of the last convolution. While decoding it also keeps those tokens' features and what
-    they have added to each matrix, so that a step need not take them in again: the largest size, and the default here.
+    they have added to each matrix, so that a step need not take them in again: the default here. Keys, values and gates are
+    then views of the same tensor, and separate copies for one token after a cache was reordered.
     `decoding=False`: after a prefill.
     """
     carry, shapes = config.momentum == "carry", memory_shapes(config)

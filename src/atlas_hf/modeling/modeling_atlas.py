@@ -50,12 +50,12 @@ class AtlasRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor, kernels: str = "torch") -> torch.Tensor:
         if self.weight.dtype == hidden_states.dtype and (fused := select_fused(kernels, hidden_states)):
             return fused.rms_norm(hidden_states, self.weight, self.eps)
-        return recomputed(self._normed, hidden_states)
+        return recomputed(self._normed, hidden_states, self.weight)
 
-    def _normed(self, hidden_states):
+    def _normed(self, hidden_states, weight):
         x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * x.to(hidden_states.dtype)
+        return weight * x.to(hidden_states.dtype)
 
 
 class AtlasMLP(nn.Module):

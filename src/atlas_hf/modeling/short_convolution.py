@@ -7,6 +7,13 @@ from torch import nn
 from .dispatch import select_fused
 
 
+def _depthwise_is_fast(x, weight) -> bool:
+    """Whether PyTorch's grouped convolution beats shifted sums: by oneDNN, in float32, without its slow backward pass."""
+    if x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32:
+        return False
+    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and not torch.is_grad_enabled()
+
+
 class ShortConvolution(nn.Module):
     """`silu(sum_j w_j x_{t-W+1+j})` for every channel; tokens before the sequence's first are zero.
 
@@ -41,11 +48,13 @@ class ShortConvolution(nn.Module):
         fused = select_fused(kernels, x) if length > 1 and x.dtype == self.weight.dtype else None
         if fused is not None:
             y = fused.short_convolution(x, self.weight)
-        elif length == 1:
-            y = F.silu((x * self.weight[:, 0].T).sum(1, keepdim=True))
+        elif length > 1 and _depthwise_is_fast(x, self.weight):
+            # As images one pixel high with their channels last, which need no transposed copy
+            with torch.autocast(device_type="cpu", enabled=False):
+                y = F.conv2d(x.mT[:, :, None], self.weight[:, :, None], groups=x.shape[2])[:, :, 0].mT
+            y = F.silu(y)
         else:
-            # As images one pixel high with their channels last: PyTorch's fast depthwise convolution, and no transposed copy
-            y = F.silu(F.conv2d(x.mT[:, :, None], self.weight[:, :, None], groups=x.shape[2])[:, :, 0].mT)
+            y = F.silu(sum(x[:, j : j + length] * self.weight[:, 0, j] for j in range(self.kernel_size)))
         if lengths is None:
             return y, x[:, length:]
         place = lengths[:, None] + torch.arange(earlier, device=x.device)

@@ -85,7 +85,7 @@ class TokenLayout:
                 continue
             # Laid out batch first, a tensor would be copied to rows again for the next token
             unchanged = given is not None and name in given and taken[name] is x
-            unchanged = unchanged and given[name].transpose(0, 1).is_contiguous()
+            unchanged = unchanged and given[name].dtype == x.dtype and given[name].transpose(0, 1).is_contiguous()
             state[name] = given[name] if unchanged else self.public(x)
         columns = self.split(state[TOKENS].transpose(1, 2))
         state |= {n: columns[n] for n in ("k", "v", "gamma")}
