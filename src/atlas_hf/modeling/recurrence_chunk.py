@@ -29,12 +29,10 @@ class _Walk(torch.autograd.Function):
     Kept for the backward pass: the inputs, of every chunk the hidden pre-activations and the errors, in the inputs' place
     that they were made of, and the state at the start of every group of chunks. The backward pass goes through the groups
     from the last to the first, makes the rest of each chunk again, and then its gradients. Not twice differentiable.
-
-    `k [B, c-1+L, H, K]`, `q [B, L, H, K]`: what the features were made of; their gradients flow through the features.
     """
 
     @staticmethod
-    def forward(ctx, settings, num_state, k, q, *tensors):
+    def forward(ctx, settings, num_state, *tensors):
         state, inputs = tensors[:num_state], ChunkInputs(*tensors[num_state:])
         scan = ChunkScan(inputs, *settings.arguments)
         needed = any(ctx.needs_input_grad)
@@ -54,7 +52,7 @@ class _Walk(torch.autograd.Function):
             ctx.settings, ctx.num_state, ctx.groups = settings, num_state, groups
             ctx.shapes = ChunkInputs(*(None if x is None else x.shape for x in inputs))
             inputs = inputs._replace(**dict.fromkeys(_NOT_KEPT))
-            ctx.save_for_backward(k, q, *starts, *kept, *inputs)
+            ctx.save_for_backward(*settings.take_sources(), *starts, *kept, *inputs)
         # A state that no chunk changed is an input, and an output must be a tensor of its own
         return torch.cat(outputs, 1), *(x.clone() if any(x is s for s in tensors[:num_state]) else x for x in state)
 
@@ -87,7 +85,7 @@ class _Walk(torch.autograd.Function):
                 taken = settings.takes_end(n)
                 before = chunk.backward(dy[:, n * b : (n + 1) * b], d_state if taken else None, grads)
                 d_state = before if taken else tuple(x + y for x, y in zip(before, d_state, strict=True))
-        return None, None, None, None, *d_state, *grads._replace(complete=None)
+        return None, None, *d_state, *grads._replace(complete=None)
 
 
 class _Settings:
@@ -95,11 +93,17 @@ class _Settings:
 
     def __init__(self, grid: Grid, call: Call, expansion: int):
         self.num_chunks, self.feature_map = grid.num_chunks, call.feature_map
+        self.sources = (grid.tokens.k.detach(), grid.q.detach())
         self.arguments = (call.options, len(call.memory) - 1, grid.tokens.gamma.shape[-1], expansion)
         # A last chunk that no row completes leaves the state as it is, and without a next chunk or a state to give back
         # nobody asks what stands at the end.
         unfinished = grid.complete is None and grid.length < grid.num_chunks * call.options.chunk_size
         self.last_end = self.num_chunks - (1 if unfinished or not call.needs_state else 0)
+
+    def take_sources(self):
+        """Keys and queries `[B, *, H, K]`, whose features need not be kept; only once, for the graph is to hold them."""
+        sources, self.sources = self.sources, None
+        return sources
 
     def takes_end(self, n: int) -> bool:
         return n < self.last_end
@@ -182,11 +186,7 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
         hidden_dim=call.memory[0].shape[-1] if len(call.memory) > 1 else 0,
         features=call.memory[-1].shape[-1],
     )
-    inputs = recomputed(gather_inputs, grid, call, pairwise)
-    if walk is not None:
-        y, *state = walk(settings, len(state), *state, *inputs)
-    else:
-        y, *state = _Walk.apply(settings, len(state), grid.tokens.k.detach(), grid.q.detach(), *state, *inputs)
+    y, *state = (walk or _Walk.apply)(settings, len(state), *state, *recomputed(gather_inputs, grid, call, pairwise))
     heads, batch = call.q.shape[2], call.q.shape[0]
     y = y.unflatten(0, (heads, batch)).permute(1, 2, 0, 3)
     if call.residual_scale is not None:
