@@ -89,7 +89,7 @@ class _Walk(torch.autograd.Function):
 
 
 class _Settings:
-    """What of a call is not a tensor."""
+    """What of a call is no input of the scan: its options, and what the features are made of."""
 
     def __init__(self, grid: Grid, call: Call, expansion: int):
         self.num_chunks, self.feature_map = grid.num_chunks, call.feature_map
