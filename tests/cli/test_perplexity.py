@@ -59,3 +59,24 @@ def test_model_perplexity_is_that_of_its_logits_whatever_the_batch():
     for batch_size in (1, 2, 5):
         assert model_perplexity(model, blocks, batch_size) == pytest.approx(expected, rel=1e-5)
     assert model.training
+
+
+def test_the_first_token_of_a_packed_document_is_nobodys_target():
+    config = AtlasConfig(vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, chunk_size=4)
+    model = AtlasForCausalLM(config)
+    blocks, train = torch.randint(0, 11, (3, 9)), torch.randint(0, 11, (50,))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    changed = blocks.clone()
+    changed[1] = (changed[1] + 1) % 11
+    for measure in (
+        lambda b, p=None: model_perplexity(model, b, 2, p),
+        lambda b, p=None: unigram_perplexity(train, b, 11, p),
+        lambda b, p=None: bigram_perplexity(train, b, 11, p),
+    ):
+        assert measure(changed, positions) == measure(blocks, positions)
+        assert measure(changed) != measure(blocks)
+    with torch.no_grad():
+        log_probabilities = model(blocks, position_ids=positions).logits[:, :-1].double().log_softmax(-1)
+    targets = log_probabilities.gather(-1, blocks[:, 1:, None])[..., 0][positions[:, 1:] != 0]
+    assert len(targets) == 14
+    assert model_perplexity(model, blocks, 2, positions) == pytest.approx(math.exp(-targets.mean().item()), rel=1e-5)

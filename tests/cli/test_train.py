@@ -169,6 +169,12 @@ def test_a_broken_json_file(train_tiny, tmp_path):
     assert_refused(train_tiny(tmp_path / "out", texts=[tmp_path / "input"]), tmp_path, "rows.jsonl", "JSON")
 
 
+def test_an_empty_file_in_a_stream(train_tiny, tmp_path):
+    (tmp_path / "input").write_bytes(b"")
+    outcome = train_tiny(tmp_path / "out", "--stream", texts=[tmp_path / "input"])
+    assert_refused(outcome, tmp_path, "holds no documents")
+
+
 @pytest.mark.parametrize("flags", [(), ("--stream",)])
 def test_a_json_file_without_rows(train_tiny, tmp_path, flags):
     (tmp_path / "input").mkdir()

@@ -169,6 +169,7 @@ def test_choices(field):
         ({"layer_types": ["full_attention"] * 12}, "layer_types may only hold 'atlas'.*no attention layers.*leave"),
         ({"layer_types": ["atlas"] * 3}, "layer_types has 3 entries for num_hidden_layers=12"),
         ({"num_heads": 4, "num_attention_heads": 8}, "num_heads=4 and num_attention_heads=8 are the same field"),
+        ({"num_heads": 4, "num_attention_heads": 12}, "num_heads=4 and num_attention_heads=12 are the same field"),
     ],
 )
 def test_refused(fields, message):

@@ -12,7 +12,13 @@ from transformers import AutoConfig
 from atlas_hf.cli.options import add_model_arguments, build_config, check_model_folder, innermost
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
 from atlas_hf.modeling.dispatch import describe
-from atlas_hf.modeling.model_statistics import flops_per_token, memory_shapes, parameter_count, state_bytes
+from atlas_hf.modeling.model_statistics import (
+    embedding_parameters,
+    flops_per_token,
+    memory_shapes,
+    parameter_count,
+    state_bytes,
+)
 from atlas_hf.modeling.newton_schulz import COEFFICIENTS
 from atlas_hf.modeling.recurrence_state import RecurrenceOptions
 from atlas_hf.training.errors import InputError
@@ -61,6 +67,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{name:<22}{getattr(config, name)}")
     print(f"{'kernels':<22}{path_of(config)}")
     state = state_bytes(config)
-    print(f"{'parameters':<22}{parameter_count(config):,}")
+    embeddings = embedding_parameters(config)
+    total = parameter_count(config)
+    print(f"{'parameters':<22}{total:,} ({total - embeddings:,} without embeddings and language modelling head)")
     print(f"{'state per sequence':<22}{state:,} bytes ({state / 2**20:.2f} MiB), whatever the context's length")
     print(f"{'FLOPs per token':<22}{flops_per_token(config):,} (forward)")

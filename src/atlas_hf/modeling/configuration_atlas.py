@@ -163,6 +163,15 @@ class AtlasConfig(PreTrainedConfig):
     max_position_embeddings: int = 2048
     kernels: str = "auto"
 
+    def __new__(cls, *args, **kwargs):
+        # Only here can a field that was given be told from its default.
+        for alias, name in cls.attribute_map.items():
+            if alias in kwargs and name in kwargs and kwargs[alias] != kwargs[name]:
+                raise ValueError(
+                    f"{alias}={kwargs[alias]!r} and {name}={kwargs[name]!r} are the same field: pass one of them"
+                )
+        return super().__new__(cls)
+
     def __post_init__(self, **kwargs):
         fields = set(type(self).__dataclass_fields__) | set(self.attribute_map)
         unknown = sorted(k for k in kwargs if k not in fields | _KEYS_OF_TRANSFORMERS)
@@ -185,14 +194,8 @@ class AtlasConfig(PreTrainedConfig):
     def _resolve_aliases(self, kwargs: dict) -> None:
         # Before anything is derived from the real field; transformers itself sets aliases last.
         for alias, name in self.attribute_map.items():
-            if alias not in kwargs:
-                continue
-            value, default = kwargs.pop(alias), type(self).__dataclass_fields__[name].default
-            if getattr(self, name) not in (default, value):
-                raise ValueError(
-                    f"{alias}={value!r} and {name}={getattr(self, name)!r} are the same field: pass one of them"
-                )
-            setattr(self, name, value)
+            if alias in kwargs:
+                setattr(self, name, kwargs.pop(alias))
 
     def to_dict(self) -> dict:
         """As saved: without `NOT_SAVED`."""

@@ -39,8 +39,12 @@ def parameter_count(config: AtlasConfig) -> int:
     if config.memory != "linear" and config.residual_scale != 0:
         memory += config.num_attention_heads
     block = projections + memory + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return embeddings + config.num_hidden_layers * block + config.hidden_size
+    return embedding_parameters(config) + config.num_hidden_layers * block + config.hidden_size
+
+
+def embedding_parameters(config: AtlasConfig) -> int:
+    """Of `parameter_count`: the embeddings and the language modelling head."""
+    return config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
 
 
 def state_bytes(config: AtlasConfig, decoding: bool = True) -> int:

@@ -1,7 +1,7 @@
 """Perplexity of a model and of n-gram baselines, over the same targets.
 
-The targets are every token of every block but the block's first, which has nothing before it in the block. Perplexity is
-`exp` of the mean negative log probability of the targets, in nats.
+The targets are every token of every block but the block's first, which has nothing before it in the block; with `positions`,
+every token but the first of each document. Perplexity is `exp` of the mean negative log probability of the targets, in nats.
 """
 
 import math
@@ -9,6 +9,8 @@ import math
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
+
+from atlas_hf.training.tokenizer import IGNORED, packed_labels
 
 ADDED_COUNT = 0.1
 
@@ -23,25 +25,32 @@ def model_perplexity(
     """
     was_training = model.training
     model.eval()
-    total = 0.0
+    total, num_targets = 0.0, 0
     # Silent where transformers' progress bars are switched off
     for start in logging.tqdm(range(0, len(blocks), batch_size), desc="held-out perplexity", leave=False):
         batch = blocks[start : start + batch_size].to(model.device)
         places = None if positions is None else positions[start : start + batch_size].to(model.device)
-        loss = model(input_ids=batch, position_ids=places, labels=batch, use_cache=False).loss
-        total += loss.item() * batch[:, 1:].numel()
+        labels = batch if places is None else packed_labels(batch, places)
+        count = int((labels[:, 1:] != IGNORED).sum())
+        if count:
+            loss = model(input_ids=batch, position_ids=places, labels=labels, use_cache=False).loss
+            total, num_targets = total + loss.item() * count, num_targets + count
     model.train(was_training)
-    return _exponential(total / blocks[:, 1:].numel())
+    return _exponential(total / num_targets)
 
 
-def unigram_perplexity(train: torch.Tensor, blocks: torch.Tensor, vocab_size: int) -> float:
+def unigram_perplexity(
+    train: torch.Tensor, blocks: torch.Tensor, vocab_size: int, positions: torch.Tensor | None = None
+) -> float:
     """`p(b) = (n(b) + 0.1) / (N + 0.1 V)`, counted over the tokens `train [N]`."""
     counts = torch.bincount(train, minlength=vocab_size).double()
     probabilities = (counts + ADDED_COUNT) / (counts.sum() + ADDED_COUNT * vocab_size)
-    return _exponential(-probabilities[blocks[:, 1:]].log().mean().item())
+    return _perplexity(probabilities[blocks[:, 1:]], positions)
 
 
-def bigram_perplexity(train: torch.Tensor, blocks: torch.Tensor, vocab_size: int) -> float:
+def bigram_perplexity(
+    train: torch.Tensor, blocks: torch.Tensor, vocab_size: int, positions: torch.Tensor | None = None
+) -> float:
     """`p(b | a) = (n(a, b) + 0.1) / (n(a, .) + 0.1 V)`, counted over neighbouring tokens of `train [N]`."""
     # Counts are looked up in the sorted list of pairs that occur: a table of V * V would not fit for a large vocabulary.
     pairs, pair_counts = (train[:-1] * vocab_size + train[1:]).unique(return_counts=True)
@@ -50,6 +59,12 @@ def bigram_perplexity(train: torch.Tensor, blocks: torch.Tensor, vocab_size: int
     place = torch.searchsorted(pairs, wanted).clamp_(max=pairs.numel() - 1)
     counts = torch.where(pairs[place] == wanted, pair_counts[place], 0).double()
     probabilities = (counts + ADDED_COUNT) / (first_counts[first] + ADDED_COUNT * vocab_size)
+    return _perplexity(probabilities, positions)
+
+
+def _perplexity(probabilities: torch.Tensor, positions: torch.Tensor | None) -> float:
+    if positions is not None:
+        probabilities = probabilities[positions[:, 1:] != 0]
     return _exponential(-probabilities.log().mean().item())
 
 

@@ -70,8 +70,8 @@ def run_training(
         _agree_on_settings(folder, settings, resume, processes)
         if processes.is_main:
             tokenizer.save_pretrained(folder)
-        unigram = unigram_perplexity(data.train_ids, held_out, vocab_size)
-        bigram = bigram_perplexity(data.train_ids, held_out, vocab_size)
+        unigram = unigram_perplexity(data.train_ids, held_out, vocab_size, positions)
+        bigram = bigram_perplexity(data.train_ids, held_out, vocab_size, positions)
         print(f"Held-out perplexity of add-0.1 counts: unigram {unigram:.1f}, bigram {bigram:.1f}")
         before = model_perplexity(model, held_out, options.batch_size, positions)
         print(f"Held-out perplexity of the model before training: {before:.1f}")

@@ -87,6 +87,8 @@ def load_by_name(name: str, subset: str | None, *, streaming: bool):
 def _open_file(path: Path, text_column: str) -> datasets.IterableDataset:
     if not path.is_file():
         raise InputError(f"{path} is not a file: --stream reads files; give a folder's data set with --dataset {path}")
+    if not path.stat().st_size:
+        raise InputError(f"{path} holds no documents: name another source")
     builder = builder_of(path)
     options = {"sample_by": "document"} if builder == "text" else {}
     try:

@@ -10,6 +10,8 @@ from atlas_hf.training.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
+# Label of a token that nothing is to predict, as transformers has it.
+IGNORED = -100
 SMALLEST_VOCABULARY = len(pre_tokenizers.ByteLevel.alphabet()) + 2
 
 
@@ -112,4 +114,4 @@ def document_positions(blocks: torch.Tensor, end: int) -> torch.Tensor:
 
 def packed_labels(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Labels of packed documents: a document's first token (`positions` zero) is no other document's to predict."""
-    return ids.masked_fill(positions == 0, -100)
+    return ids.masked_fill(positions == 0, IGNORED)
