@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import atlas_hf.kernels.fused_scan
+import atlas_hf.kernels.newton_schulz_tiles
 from atlas_hf import AtlasConfig
 from atlas_hf.kernels.fused_scan.backward import backward_kernel
 from atlas_hf.kernels.fused_scan.forward import forward_kernel
@@ -47,7 +48,8 @@ KERNELS = {"forward": forward_kernel, "backward": backward_kernel}
 def source_hash() -> str:
     """Of the kernels' code, comments and docstrings aside: results of another one are out of date."""
     code = []
-    for path in sorted(Path(atlas_hf.kernels.fused_scan.__path__[0]).glob("*.py")):
+    scan = sorted(Path(atlas_hf.kernels.fused_scan.__path__[0]).glob("*.py"))
+    for path in (*scan, Path(atlas_hf.kernels.newton_schulz_tiles.__file__)):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             documented = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)

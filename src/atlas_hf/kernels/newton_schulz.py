@@ -1,25 +1,18 @@
 """Newton-Schulz in token space (recurrence, section 6): one program runs all steps of one write on the chip.
 
 Legend: M problems (a write of a row), R tokens in view, `G_E`, `G_X` Gram matrices of the factors, C the result, as in
-`modeling/newton_schulz.py`, whose `newton_schulz_factors` this computes. Tiles are 16, 32 or 64 wide; what lies beyond R is
-zero in the Gram matrices, so it stays out of every product. On the chip everything is double: where the terms of the sum
-cancel, single precision would leave products with negative eigenvalues, on which the quintic diverges. The tensor cores of
-A100, H100 and their kin multiply doubles as fast as their ordinary units multiply floats.
+`modeling/newton_schulz.py`, whose `newton_schulz_factors` this computes. Tiles are 16, 32 or 64 wide.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from atlas_hf.modeling.newton_schulz import CANCELLED, COEFFICIENTS, EPS
+from atlas_hf.kernels.newton_schulz_tiles import advance, gram_gradients, identity, squared_norm, step_back, total
+from atlas_hf.modeling.newton_schulz import COEFFICIENTS, EPS
 
 WIDEST = 64
 WARPS = {16: 2, 32: 8, 64: 16}
-
-
-@triton.jit
-def _dot(x, y):
-    return tl.dot(x, y, out_dtype=tl.float64)
 
 
 @triton.jit
@@ -42,30 +35,6 @@ def _store(pointer, number, value, num_tokens, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _trace(x, BLOCK: tl.constexpr):
-    diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
-    return tl.sum(tl.sum(tl.where(diagonal, x, 0.0), 1), 0)
-
-
-@triton.jit
-def norm_of_sum(e, x, CANCELLED: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
-    """`sqrt(|S|_F^2 + eps^2)`, with a floor where the terms of `S` cancel; and whether they do."""
-    floor = CANCELLED * _trace(e, BLOCK) * _trace(x, BLOCK)
-    inner = tl.sum(tl.sum(e * x, 1), 0)
-    cancelled = inner < floor
-    square = tl.maximum(tl.where(cancelled, floor, inner), 0.0)
-    return tl.sqrt(square + EPS * EPS), cancelled
-
-
-@triton.jit
-def advance(factor, x, scaled, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
-    """One step of the quintic: `C <- a C + b P C + c P (P C)` with `P = C G_X C^T G_E`, `scaled = G_E / |S|^2`."""
-    p = _dot(_dot(_dot(factor, x), tl.trans(factor)), scaled)
-    pc = _dot(p, factor)
-    return A * factor + B * pc + C * _dot(p, pc)
-
-
-@triton.jit
 def _forward_kernel(
     gram_e,
     gram_x,
@@ -79,21 +48,20 @@ def _forward_kernel(
     B: tl.constexpr,
     C: tl.constexpr,
     EPS: tl.constexpr,
-    CANCELLED: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     m = tl.program_id(0).to(tl.int64)
     e = _load(gram_e, m, num_tokens, BLOCK)
     x = _load(gram_x, m // repeats, num_tokens, BLOCK)
-    norm, _ = norm_of_sum(e, x, CANCELLED, EPS, BLOCK)
-    scaled = e * (1.0 / (norm * norm))
-    factor = (tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]).to(e.dtype)
+    square, _ = squared_norm(e, x, EPS, BLOCK)
+    scaled = e / square
+    factor = identity(BLOCK)
     for step in range(steps):
         if KEEP:
             _store(history, step * num_problems + m, factor, num_tokens, BLOCK)
         factor = advance(factor, x, scaled, A, B, C)
-    _store(result, m, factor * (1.0 / norm), num_tokens, BLOCK)
+    _store(result, m, factor / tl.sqrt(square), num_tokens, BLOCK)
 
 
 @triton.jit
@@ -113,46 +81,27 @@ def _backward_kernel(
     B: tl.constexpr,
     C: tl.constexpr,
     EPS: tl.constexpr,
-    CANCELLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     m = tl.program_id(0).to(tl.int64)
     e = _load(gram_e, m, num_tokens, BLOCK)
     x = _load(gram_x, m // repeats, num_tokens, BLOCK)
-    norm, cancelled = norm_of_sum(e, x, CANCELLED, EPS, BLOCK)
+    square, _ = squared_norm(e, x, EPS, BLOCK)
+    norm = tl.sqrt(square)
     grad = _load(grad_result, m, num_tokens, BLOCK)
-    d_norm = -tl.sum(tl.sum(grad * _load(result, m, num_tokens, BLOCK), 1), 0) / norm
-    grad = grad * (1.0 / norm)
-    scale = 1.0 / (norm * norm)
-    d_e = tl.zeros_like(e)
+    d_norm = -total(grad * _load(result, m, num_tokens, BLOCK)) / norm
+    grad = grad / norm
+    d_scaled = tl.zeros_like(e)
     d_x = tl.zeros_like(e)
-    # The Gram matrices are read again at each step: registers are scarce here. They and `whole` equal their transposes.
+    # The Gram matrices are read again at each step: registers are scarce here
     for i in range(steps):
         factor = _load(history, (steps - 1 - i) * num_problems + m, num_tokens, BLOCK)
-        half = _dot(factor, _load(gram_x, m // repeats, num_tokens, BLOCK))
-        whole = _dot(half, tl.trans(factor))
-        p = _dot(whole, _load(gram_e, m, num_tokens, BLOCK)) * scale
-        d_p = C * _dot(grad, tl.trans(_dot(p, factor)))
-        d_pc = B * grad + C * _dot(tl.trans(p), grad)
-        grad = A * grad + _dot(tl.trans(p), d_pc)
-        d_p += _dot(d_pc, tl.trans(factor))
-        d_e += _dot(whole, d_p)
-        d_whole = _dot(d_p, _load(gram_e, m, num_tokens, BLOCK)) * scale
-        grad += _dot(tl.trans(d_whole), half)
-        d_half = _dot(d_whole, factor)
-        d_x += _dot(tl.trans(factor), d_half)
-        grad += _dot(d_half, _load(gram_x, m // repeats, num_tokens, BLOCK))
+        x = _load(gram_x, m // repeats, num_tokens, BLOCK)
+        scaled = _load(gram_e, m, num_tokens, BLOCK) / square
+        grad, d_scaled, d_x = step_back(factor, x, scaled, grad, d_scaled, d_x, A, B, C)
     e = _load(gram_e, m, num_tokens, BLOCK)
     x = _load(gram_x, m // repeats, num_tokens, BLOCK)
-    d_e = d_e * scale
-    d_norm -= 2 * tl.sum(tl.sum(d_e * e, 1), 0) / norm
-    d_square = d_norm / (2 * norm)
-    # Where the floor stands for the norm, it depends on the traces
-    d_inner = tl.where(cancelled, 0.0, d_square)
-    d_floor = tl.where(cancelled, CANCELLED * d_square, 0.0)
-    diagonal = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
-    d_e += d_inner * x + tl.where(diagonal, d_floor * _trace(x, BLOCK), 0.0)
-    d_x += d_inner * e + tl.where(diagonal, d_floor * _trace(e, BLOCK), 0.0)
+    d_e, d_x = gram_gradients(e, x, d_scaled, d_x, d_norm, EPS, BLOCK)
     _store(grad_e, m, d_e, num_tokens, BLOCK)
     _store(grad_x, m, d_x, num_tokens, BLOCK)
 
@@ -171,7 +120,6 @@ def _launch(kernel, tensors, gram_e, gram_x, steps, coefficients, eps, **constan
             steps,
             *coefficients,
             eps,
-            CANCELLED,
             BLOCK=block,
             num_warps=WARPS[block],
             num_stages=1,

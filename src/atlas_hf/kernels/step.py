@@ -11,7 +11,7 @@ import torch
 
 from atlas_hf.kernels.newton_schulz import WIDEST
 from atlas_hf.kernels.step_kernel import step_kernel
-from atlas_hf.modeling.newton_schulz import CANCELLED, EPS
+from atlas_hf.modeling.newton_schulz import EPS
 from atlas_hf.modeling.recurrence_state import INNER_NORM_EPS
 
 # What shared memory holds of a GPU of compute capability 8.0.
@@ -108,7 +108,7 @@ class Step:
             **{"DEGREE": degree, "RANK": rank, "RANKP": _padded(rank)},
             **{"MUON": options.rule == "muon", "MOMENTUM": self.momentum, "INTERVAL": options.muon_interval},
             **{"HIDDEN_RATE": options.rates(output.shape[2])[1], "STEPS": options.newton_schulz_steps},
-            **{"A": a, "B": b, "C": c, "EPS": EPS, "CANCELLED": CANCELLED, "NORM_EPS": INNER_NORM_EPS},
+            **{"A": a, "B": b, "C": c, "EPS": EPS, "NORM_EPS": INNER_NORM_EPS},
         )
 
     def take(self, work: dict, token: dict, q: torch.Tensor) -> tuple[dict, torch.Tensor]:

@@ -10,7 +10,7 @@ The steps are those of `modeling/recurrence_step.py`. What one of them leaves fo
 import triton
 import triton.language as tl
 
-from atlas_hf.kernels.newton_schulz import advance, norm_of_sum
+from atlas_hf.kernels.newton_schulz_tiles import advance, identity, squared_norm
 
 
 @triton.jit
@@ -165,7 +165,6 @@ def step_kernel(
     B: tl.constexpr,
     C: tl.constexpr,
     EPS: tl.constexpr,
-    CANCELLED: tl.constexpr,
     NORM_EPS: tl.constexpr,
 ):
     b, h = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0).to(tl.int64) % heads
@@ -295,16 +294,16 @@ def step_kernel(
         tl.store(new_gradient_1 + place, step, mask=inside)
         if MUON:
             gram += _dot(step.to(tl.float64), tl.trans(step.to(tl.float64)))
-    factor = (row[:, None] == row[None, :]).to(tl.float64)
+    factor = identity(RP)
     writes = (phase + 1) % INTERVAL == 0
     if MUON:  # noqa: SIM102  # known when compiling, the other when running
         if writes:
             gram_keys = tl.where((row[:, None] < R) & (row[None, :] < R), gram_keys, 0.0)
-            size, _ = norm_of_sum(gram, gram_keys, CANCELLED, EPS, RP)
-            scaled = gram * (1.0 / (size * size))
+            square, _ = squared_norm(gram, gram_keys, EPS, RP)
+            scaled = gram / square
             for _step in range(STEPS):
                 factor = advance(factor, gram_keys, scaled, A, B, C)
-            factor = factor * (1.0 / size)
+            factor = factor / tl.sqrt(square)
     tl.debug_barrier()
 
     # 5. The read

@@ -10,8 +10,9 @@ Legend: as in `plan.py`; rows: the `G E` of the hidden matrices or the `V` of th
 import triton
 import triton.language as tl
 
+from ..newton_schulz_tiles import product
 from .chunk import source_index, weigh
-from .newton_schulz import newton_schulz, newton_schulz_backward, product
+from .newton_schulz import newton_schulz, newton_schulz_backward
 from .tiles import add_to_tile, add_to_vector, dot, load_tile, load_vector, rows_by_rows, store_tile, zeros
 
 
