@@ -61,17 +61,17 @@ def step_back(factor, gram_x, scaled, grad, d_scaled, d_gram_x, A: tl.constexpr,
     half = product(factor, gram_x)
     whole = product(half, tl.trans(factor))
     p = product(whole, scaled)
-    d_p = C * product(grad, tl.trans(product(p, factor)))
-    d_pc = B * grad + C * product(tl.trans(p), grad)
-    grad = A * grad + product(tl.trans(p), d_pc)
-    d_p += product(d_pc, tl.trans(factor))
-    # The Gram matrices and `whole` equal their transposes
-    d_scaled += product(whole, d_p)
-    d_whole = product(d_p, scaled)
-    grad += product(tl.trans(d_whole), half)
+    pc = product(p, factor)
+    d_pc = C * product(tl.trans(p), grad) + B * grad
+    d_p = C * product(grad, tl.trans(pc)) + product(d_pc, tl.trans(factor))
+    # The Gram matrices and `whole` equal their transposes, but as transposed operands they take fewer registers
+    d_whole = product(d_p, tl.trans(scaled))
+    d_scaled += product(tl.trans(whole), d_p)
     d_half = product(d_whole, factor)
     d_gram_x += product(tl.trans(factor), d_half)
-    return grad + product(d_half, gram_x), d_scaled, d_gram_x
+    grad = A * grad + product(tl.trans(p), d_pc)
+    grad += product(d_half, tl.trans(gram_x)) + product(tl.trans(d_whole), half)
+    return grad, d_scaled, d_gram_x
 
 
 @triton.jit
