@@ -105,17 +105,22 @@ def plot_sweep(rows: list[dict], path: Path) -> None:
     chosen = varied.most_common(1)[0][0]
     here = [r for r in rows if (r["setting"], *recipe(r)) == chosen]
     mixers = {r["mixer"] for r in here if r["overrides"]}
-    shown = [r for r in here if r["mixer"] in mixers]
-    labels = [
-        f"{r['mixer']}: " + (", ".join(f"{k} {v}" for k, v in r["overrides"].items()) or "as it is") for r in shown
-    ]
-    figure, axis = plt.subplots(figsize=(8, 0.28 * len(shown) + 1.2))
-    places = range(len(shown), 0, -1)
-    marks = sorted(map(int, shown[0]["accuracy"]))
-    for mark in (marks[len(marks) // 2], marks[-1]):
-        axis.plot([r["accuracy"][str(mark)] for r in shown], places, "o", label=f"step {mark}")
-    axis.set_yticks(places, labels, fontsize=7)
-    axis.set(xlabel=f"recall, {shown[0]['setting']} setting", xlim=(0, 1.02))
+    runs = {}
+    for row in here:
+        if row["mixer"] in mixers:
+            changed = ", ".join(f"{k} {v}" for k, v in row["overrides"].items()) or "as it is"
+            runs.setdefault(f"{row['mixer']}: {changed}", []).append(row["accuracy"])
+    figure, axis = plt.subplots(figsize=(8, 0.28 * len(runs) + 1.2))
+    marks = sorted(map(int, here[0]["accuracy"]))
+    for colour, mark in enumerate((marks[len(marks) // 2], marks[-1])):
+        for place, curves in enumerate(runs.values()):
+            values = [curve[str(mark)] for curve in curves]
+            axis.plot(values, [-place] * len(values), ".", color=f"C{colour}", alpha=0.4)
+            label = f"step {mark}, mean of seeds" if place == 0 else None
+            axis.plot(sum(values) / len(values), -place, "o", color=f"C{colour}", label=label)
+    labels = [f"{name} ({len(curves)})" for name, curves in runs.items()]
+    axis.set_yticks([-place for place in range(len(runs))], labels, fontsize=7)
+    axis.set(xlabel=f"recall, {chosen[0]} setting", xlim=(0, 1.02))
     axis.grid(axis="x", linewidth=0.4)
     axis.legend(fontsize=7)
     figure.tight_layout()
