@@ -4,6 +4,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from atlas_hf.modeling.configuration_atlas import PRESETS
+
 from .task import SETTINGS
 
 
@@ -60,8 +62,16 @@ def recipe(row: dict) -> tuple:
     return row["steps"], row["batch_size"], row["learning_rate"]
 
 
+def shown_recipe(rows: list[dict]) -> tuple:
+    """Of one setting's recipes the one that most of Atlas' presets ran, then most mixers, then the longest."""
+    mixers = {}
+    for row in rows:
+        mixers.setdefault(recipe(row), set()).add(row["mixer"])
+    return max(mixers, key=lambda r: (len(mixers[r] & PRESETS.keys()), len(mixers[r]), r))
+
+
 def plot(rows: list[dict], path: Path) -> None:
-    """Mean recall over steps of the runs with the mixers' own fields; for every setting the recipe that most mixers ran."""
+    """Mean recall over steps of the runs with the mixers' own fields; for every setting the recipe of `shown_recipe`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,16 +85,20 @@ def plot(rows: list[dict], path: Path) -> None:
     colours = {}
     for axis, setting in zip(axes[0], settings, strict=True):
         here = [row for row in plain if row["setting"] == setting]
-        mixers = {r: {row["mixer"] for row in here if recipe(row) == r} for r in map(recipe, here)}
-        chosen = max(mixers, key=lambda r: (len(mixers[r]), r))
-        for mixer in sorted(mixers[chosen]):
+        chosen = shown_recipe(here)
+        for mixer in sorted({row["mixer"] for row in here if recipe(row) == chosen}):
             colour = colours.setdefault(mixer, f"C{len(colours) % 10}")
             runs = [row["accuracy"] for row in here if row["mixer"] == mixer and recipe(row) == chosen]
             steps = sorted(map(int, runs[0]))
             mean = [sum(run[str(s)] for run in runs) / len(runs) for s in steps]
             style = "--" if mixer in ("attention", "gated_delta") else "-"
             axis.plot(steps, mean, style, color=colour, label=f"{mixer} ({len(runs)})")
-        axis.set(title=f"{setting}, batches of {chosen[1]}", xlabel="training step", ylabel="recall", ylim=(0, 1.02))
+        axis.set(
+            title=f"{setting}, {chosen[0]} steps, batches of {chosen[1]}",
+            xlabel="training step",
+            ylabel="recall",
+            ylim=(0, 1.02),
+        )
         axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

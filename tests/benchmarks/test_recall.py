@@ -12,7 +12,7 @@ import torch
 import recall
 from recall_parts import training
 from recall_parts.models import ATLAS_MIXERS, HEADS, LAYERS, MIXERS, WIDTH, RecallModel, gated_delta_rule, mixer_config
-from recall_parts.report import table, write_report
+from recall_parts.report import shown_recipe, table, write_report
 from recall_parts.task import IGNORE, SETTINGS, Setting, sample
 
 SMALL = SETTINGS["small"]
@@ -296,6 +296,14 @@ def test_report_writes_table_and_plot(tmp_path):
     assert len([x for x in path.with_suffix(".md").read_text().splitlines() if x.startswith("| omeganet")]) == 4
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "recall_sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_shows_the_recipe_of_most_presets():
+    long = [row(steps=400, mixer=name) for name in ("atlas", "omeganet")]
+    ablations = [row(mixer=name) for name in ("omeganet", "omeganet_no_features", "attention", "gated_delta")]
+    assert shown_recipe(ablations + long) == (400, 32, 3e-3)
+    assert shown_recipe(ablations + long[:1]) == (200, 32, 3e-3)
+    assert shown_recipe([row(), row(steps=100)]) == (200, 32, 3e-3)
 
 
 def test_report_without_changed_fields_has_no_sweep(tmp_path):
