@@ -44,7 +44,10 @@ def measure_one(name, kind, length, models, args) -> dict:
 
 
 def machine(args) -> dict:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        commit = ""
     return {
         "cpu": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),

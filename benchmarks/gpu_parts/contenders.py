@@ -86,21 +86,24 @@ def build(name: str, scale: Scale, device: torch.device) -> nn.Module:
         SkippedError: it cannot run here.
     """
     torch.manual_seed(0)
+    with device:  # drawing the weights of such a model on a CPU takes seconds
+        return _made(name, scale, device).to(device, torch.bfloat16)
+
+
+def _made(name: str, scale: Scale, device: torch.device) -> nn.Module:
     if name in ATLAS:
         preset, fields = ATLAS[name]
-        model = AtlasForCausalLM(getattr(AtlasConfig, preset)(**scale.skeleton, **{**scale.atlas, **fields}))
+        return AtlasForCausalLM(getattr(AtlasConfig, preset)(**scale.skeleton, **{**scale.atlas, **fields}))
     elif name == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
         heads = scale.skeleton["num_attention_heads"]
         config = LlamaConfig(**scale.skeleton, num_key_value_heads=heads, max_position_embeddings=65536)
         config._attn_implementation = "sdpa"
-        model = LlamaForCausalLM(config)
+        return LlamaForCausalLM(config)
     elif name == "gated_deltanet":
-        model = _gated_deltanet(scale, device)
-    else:
-        raise ValueError(f"contender {name!r} is none of {', '.join(NAMES)}")
-    return model.to(device, torch.bfloat16)
+        return _gated_deltanet(scale, device)
+    raise ValueError(f"contender {name!r} is none of {', '.join(NAMES)}")
 
 
 def _gated_deltanet(scale: Scale, device: torch.device) -> nn.Module:

@@ -129,8 +129,10 @@ def compare(mine: dict, torchs: dict, exact: dict, dtype) -> dict:
     return worst
 
 
-def recurrence(preset: str, dtype, scale, device, kernels: str) -> dict:
-    """One preset's recurrence in one dtype."""
+def recurrence(preset: str, dtype, scale, device, kernels: str, precision: str = "highest") -> dict:
+    """One preset's recurrence in one dtype; the kernels', not PyTorch's, with products of float32 at `precision`."""
+    if precision != "highest" and device.type != "cuda":
+        raise SkippedError("products of float32 are taken as they are here")
     size = scale.parity
     fields = {"hidden_size": size["heads"] * size["head_dim"], "num_attention_heads": size["heads"]}
     fields |= {"memory_expansion": size["expansion"]} | scale.atlas
@@ -142,7 +144,11 @@ def recurrence(preset: str, dtype, scale, device, kernels: str) -> dict:
     arguments = problem(config, size["batch"], split + 3, dtype, device)
     exact = outcomes(arguments, torch.float64, "torch", options, split)
     torchs = outcomes(arguments, dtype, "torch", options, split)
-    mine = outcomes(arguments, dtype, kernels, options, split)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        mine = outcomes(arguments, dtype, kernels, options, split)
+    finally:
+        torch.set_float32_matmul_precision("highest")
     path = path_taken(config, kernels)
     return {
         "case": f"recurrence {preset}",
@@ -284,6 +290,11 @@ def cases(scale, device, kernels: str):
             )
         for preset in ("atlas", "omeganet"):
             yield f"model {preset} {str(dtype)[6:]}", lambda p=preset, d=dtype: model(p, d, scale, device, kernels)
+    for preset in PRESETS:  # other kernels than those above: these are the ones that are timed
+        yield (
+            f"recurrence {preset} float32, products in three parts",
+            lambda p=preset: recurrence(p, torch.float32, scale, device, kernels, "high"),
+        )
     yield "offsets of Newton-Schulz", lambda: far_factors(scale, device, kernels)
     yield "offsets of triangular systems", lambda: far_systems(scale, device, kernels)
     yield "offsets of the scan", lambda: far_scan(scale, device, kernels)

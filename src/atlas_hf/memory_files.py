@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from accelerate.utils import align_module_device
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -113,7 +114,7 @@ def load_memory(path: str | Path, model: nn.Module) -> DynamicCache:
     cache.layers = [AtlasCacheLayer() for _ in range(base.config.num_hidden_layers)]
     for i, layer in enumerate(cache.layers):
         prefix = f"layers.{i}."
-        device = base.layers[i].memory.gate_bias.device
+        device = _device_of(base.layers[i].memory)
         states = {n.removeprefix(prefix): t.to(device) for n, t in tensors.items() if n.startswith(prefix)}
         layer.update_states(states, int(metadata["positions"]))
     cache.layers[0].origin = origin
@@ -138,9 +139,19 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def _device_of(mixer: nn.Module) -> torch.device:
+    """Where a layer works, though its weights may be offloaded."""
+    device = mixer.gate_bias.device
+    return device if device.type != "meta" else torch.device(mixer._hf_hook.execution_device)
+
+
 def _checksum(base: nn.Module) -> str:
     total = hashlib.sha256()
-    for name, tensor in sorted(base.state_dict().items()):
+    for name in sorted(base.state_dict()):
+        owner, _, own_name = name.rpartition(".")
+        module = base.get_submodule(owner)
         total.update(name.encode())
-        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        with align_module_device(module):  # fetches what is offloaded
+            tensor = getattr(module, own_name).detach().cpu()
+        total.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
     return total.hexdigest()

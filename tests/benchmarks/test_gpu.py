@@ -77,8 +77,10 @@ def test_different_numbers_fail_the_run(run, monkeypatch, fault):
     assert "atlas" not in str(stopped.value)
 
 
-def test_after_its_time_nothing_is_begun(run):
-    result = run("--budget", 0, "--contenders", "llama", "--one-process")
+@pytest.mark.parametrize("how", [["--one-process"], []])
+def test_after_its_time_nothing_is_begun(run, how):
+    result = run("--budget", 0, "--contenders", "llama", *how)
+    assert len(result["rows"]) == 3
     assert all(row["skipped"] == "the time was over" for row in result["parity"] + result["rows"])
 
 
@@ -93,9 +95,17 @@ def test_a_contender_that_fails_costs_only_its_own_figures(monkeypatch):
 
 
 def test_a_process_that_dies_costs_only_its_own_figures(run, monkeypatch):
-    monkeypatch.setattr(gpu.subprocess, "run", lambda *command, **how: subprocess.CompletedProcess(command, -11))
+    started = []
+
+    def dies(command, **how):
+        started.append(command)
+        return subprocess.CompletedProcess(command, -11)
+
+    monkeypatch.setattr(gpu.subprocess, "run", dies)
     with pytest.raises(SystemExit, match="different"):
         run("--contenders", "llama")
+    # Every case of parity in its turn, then the contender
+    assert len(started) == len(list(parity.cases(contenders.DRY, CPU, "auto"))) + 1
     result = run("--contenders", "llama", "--parts", "train")
     assert [row["skipped"] for row in result["rows"]] == ["its process ended with code -11"]
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -291,3 +292,57 @@ def test_examples_are_understood(name, tmp_path, monkeypatch):
 
 def test_all_examples_are_tested():
     assert {path.stem for path in EXAMPLES.iterdir()} == {"cpu", "one_gpu", "several_gpus", "accelerate_two_cpus"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_held_out_document_is_trained_on(trained, documents, tmp_path, workers):
+    """Over several epochs, whatever order the shards come in."""
+    paths = []
+    for i, text in enumerate(documents):
+        paths.append(tmp_path / f"{i:03}.txt")
+        paths[-1].write_text(text)
+    stream, tokenizer = open_stream(paths, None, None, "text", hold_out=True), load_tokenizer(trained)
+    held_out = stream.held_out_texts()
+    assert 0 < len(held_out) < len(documents) / 4
+    blocks = StreamedBlocks(stream.train, tokenizer, 1, packed=False, seed=0)
+    expected = Counter()
+    for text in set(documents) - set(held_out):
+        expected.update([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+    for epoch in range(2):
+        blocks.set_epoch(epoch)
+        loader = torch.utils.data.DataLoader(blocks, batch_size=1, num_workers=workers)
+        assert Counter(int(batch["input_ids"]) for batch in loader) == expected
+
+
+def test_documents_without_text_are_left_out(tmp_path, trained):
+    rows = [{"text": None}] * 2 + [{"text": ""}] * 70 + [{"text": "one"}, {"text": None}, {"text": "two"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream, tokenizer = open_stream([path], None, None, "text", hold_out=False), load_tokenizer(trained)
+    assert stream.sample() == ["one", "two"]
+    blocks = StreamedBlocks(stream.train, tokenizer, 1, packed=False, seed=0)
+    assert sum(int(block["input_ids"]) == tokenizer.eos_token_id for block in blocks) == 2
+
+
+def test_several_gpus_without_a_launcher_do_not_multiply_the_batch(from_yaml, text_file, tmp_path, monkeypatch):
+    made, plain = [], trainer_module.training_arguments
+
+    def of_many(*arguments):
+        made.append(plain(*arguments))
+        made[-1].n_gpu  # noqa: B018  # looks for devices
+        made[-1]._n_gpu = 4
+        return made[-1]
+
+    monkeypatch.setattr(trainer_module, "training_arguments", of_many)
+    outcome = from_yaml(texts=[str(text_file)], output=str(tmp_path / "out"))
+    assert outcome.code == 0, outcome.err
+    assert "4 GPUs are seen, one is used" in outcome.out
+    assert made[-1].n_gpu == 1
+
+
+def test_a_field_that_muon_would_not_read(from_yaml, text_file, tmp_path):
+    outcome = from_yaml(
+        texts=[str(text_file)], output=str(tmp_path / "out"), optimizer="muon", trainer={"optim": "adamw_torch"}
+    )
+    assert outcome.code == 2
+    assert "optim among the trainer's fields would have no effect with --optimizer muon" in outcome.err

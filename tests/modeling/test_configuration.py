@@ -106,8 +106,11 @@ def test_round_trip(tmp_path, name):
 
 def test_overriding_while_loading(tmp_path):
     AtlasConfig().save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3, chunk_size=8, num_heads=12)
+    config = AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3, chunk_size=8, num_heads=6)
     assert (config.num_hidden_layers, len(config.layer_types), config.chunk_size) == (3, 3, 8)
+    assert config.num_attention_heads == 6
+    with pytest.raises(ValueError, match="num_heads=6 and num_attention_heads=4 are the same field"):
+        AutoConfig.from_pretrained(tmp_path, num_heads=6, num_attention_heads=4)
     with pytest.raises(StrictDataclassError, match=r"feature_rank=\d+ has no meaning with feature_degree=1"):
         AutoConfig.from_pretrained(tmp_path, feature_degree=1)
 
@@ -205,3 +208,9 @@ def test_whole_numbers_are_numbers():
 def test_the_padding_token_has_an_embedding(pad):
     with pytest.raises(StrictDataclassError, match=f"pad_token_id={pad} is not allowed.*vocab_size=50"):
         AtlasConfig(vocab_size=50, pad_token_id=pad)
+
+
+def test_presets_and_sizes_take_the_alias():
+    assert AtlasConfig.atlas("340M", num_heads=8).num_attention_heads == 8
+    with pytest.raises(ValueError, match="num_heads=8 and num_attention_heads=4 are the same field"):
+        AtlasConfig.atlas(num_heads=8, num_attention_heads=4)

@@ -210,3 +210,28 @@ def test_logits_to_keep(small_model, random_ids, assert_equal_logits):
         whole = model(ids).logits
         assert_equal_logits(model(ids, logits_to_keep=2).logits, whole[:, -2:])
         assert_equal_logits(model(ids, logits_to_keep=torch.tensor([1, 4])).logits, whole[:, [1, 4]])
+
+
+def test_interrupted_generation_leaves_no_recording_on(small_model, random_ids):
+    class Stop(Exception):
+        pass
+
+    class Streamer:
+        tokens = 0
+
+        def put(self, value):
+            self.tokens += 1
+            if self.tokens > 2:
+                raise Stop
+
+        def end(self):
+            pass
+
+    model, ids = small_model(), random_ids(1, 12)
+    given = DynamicCache(config=model.config)
+    with pytest.raises(Stop):
+        model.generate(
+            *(ids,), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=2, cache=given, streamer=Streamer()
+        )
+    assert given.get_seq_length() > 0
+    assert not any(layer.record_past for layer in given.layers)

@@ -1,11 +1,14 @@
 """Muon as outer optimiser: what it gets, what decays, one optimiser for schedulers, checkpoints and `Trainer`."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from training_checks import PEFT_WARNING, losses
 from transformers import Trainer
 
+from atlas_hf import AtlasForSequenceClassification
 from atlas_hf.training.optimizer import MuonAdamW, split_parameters
 
 PROJECTIONS = {f"memory.{n}_proj" for n in "qkvgo"} | {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
@@ -105,3 +108,31 @@ def test_trainer_learns_and_resumes(tiny_model, random_rows, arguments, tmp_path
     again = run(seed=9, resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-4"))
     assert losses(again) == losses(whole)
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def test_heads_outside_the_blocks_are_no_matrices(tiny_model):
+    config = tiny_model().config
+    split = split_parameters(AtlasForSequenceClassification(config))
+    assert "score.weight" in split.decayed
+    assert all("layers." in name for name in split.matrices)
+
+
+def test_parameters_added_later_are_refused(tiny_model):
+    with pytest.raises(ValueError, match="make a new one after unfreezing"):
+        MuonAdamW(tiny_model()).add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2))]})
+
+
+def test_a_copy_goes_on_like_the_original(tiny_model, random_rows):
+    model, ids = tiny_model(), torch.tensor(random_rows([12, 12]))
+    optimiser = MuonAdamW(model, lr=0.01)
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        optimiser.step()
+    copied, other = copy.deepcopy((model, optimiser))
+    for each, steps in ((model, optimiser), (copied, other)):
+        each.zero_grad()
+        each(ids, labels=ids).loss.backward()
+        steps.step()
+    for (name, mine), theirs in zip(model.named_parameters(), copied.parameters(), strict=True):
+        assert mine is not theirs
+        torch.testing.assert_close(theirs, mine, msg=name)

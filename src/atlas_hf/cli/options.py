@@ -91,7 +91,8 @@ def build_config(arguments: argparse.Namespace, **fields) -> AtlasConfig:
     widths = {} if arguments.size else dict(arguments.default_widths)
     widths |= {name: getattr(arguments, name) for name in WIDTH_FLAGS if getattr(arguments, name) is not None}
     try:
-        return getattr(AtlasConfig, arguments.preset)(arguments.size, **{**fields, **widths, **dict(arguments.set)})
+        given = AtlasConfig.by_own_names(dict(arguments.set))
+        return getattr(AtlasConfig, arguments.preset)(arguments.size, **{**fields, **widths, **given})
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise InputError(f"the model's configuration is refused: {innermost(error)}") from error
 

@@ -69,11 +69,17 @@ def dot_precision(device: torch.device) -> str:
     """How products of float32 tiles are taken: as `torch.set_float32_matmul_precision` has it for PyTorch's own.
 
     `"highest"` gives float32 ("ieee"), `"high"` three products of TF32 parts, with rounding about that of float32, on tensor
-    cores, and `"medium"` plain TF32.
+    cores, and `"medium"` plain TF32. `torch.backends.cuda.matmul.fp32_precision = "tf32"` counts as `"high"`.
     """
     if device.type != "cuda":
         return "ieee"
-    return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[torch.get_float32_matmul_precision()]
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "ieee"
+    try:
+        named = torch.get_float32_matmul_precision()
+    except RuntimeError:  # TF32 was asked for by the name of the backend, which the older setting does not know
+        return "tf32x3"
+    return {"medium": "tf32"}.get(named, "tf32x3")
 
 
 def _plan(whole: list[int], rates: list[float], precision: str) -> Plan:
@@ -191,7 +197,7 @@ def scan_backward(
     for group in reversed(range(kept.shape[1])):
         first, last = group * every, min((group + 1) * every, num_chunks)
         starts = kept.new_empty(len(kept), last - first, plan.state_size)
-        before = kept[:, group].contiguous()
+        before = kept[:, group].clone()  # goes on from chunk to chunk
         _run_forward(plan, pointers, before, starts, None, (first, last), min(last_end, last - 1), num_chunks,
                      rows_per_head, 1)  # fmt: skip
         with torch.cuda.device_of(kept):

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from .memory_network import stack_hidden
 from .newton_schulz import precise
-from .recurrence_operator import Call, complete_rows
+from .recurrence_operator import Call
 from .recurrence_state import INNER_NORM_EPS, Grid
 
 
@@ -130,7 +130,7 @@ def gather_inputs(grid: Grid, call: Call, pairwise: bool) -> ChunkInputs:
         x[:, :, c - 1 :].unflatten(2, (-1, b)) for x in (log_alpha, eta, log_theta, gamma)
     )
     # At a chunk's end, rows whose chunk goes on later stay as they are
-    complete = torch.stack([x.expand(q.shape[1]) for x in _completeness(grid, q.device)], -1)[None]  # [1, B, n]
+    complete = _completeness(grid, q.device).expand(q.shape[1], -1)[None]  # [1, B, n]
 
     def at_end(x, otherwise):
         return torch.where(complete.view(*complete.shape, *[1] * (x.ndim - 3)), x, otherwise)
@@ -178,7 +178,8 @@ def gather_inputs(grid: Grid, call: Call, pairwise: bool) -> ChunkInputs:
 
 
 def _completeness(grid: Grid, device):
-    """For every chunk, which rows' chunk ends inside the grid: `[1]` or `[B]` bool."""
-    for n in range(grid.num_chunks):
-        complete = complete_rows(grid, n)
-        yield torch.tensor([complete], device=device) if isinstance(complete, bool) else complete
+    """For every chunk `n`, which rows' chunk ends inside the grid (see `complete_rows`): `[1, n]` or `[B, n]` bool."""
+    chunk = torch.arange(grid.num_chunks, device=device)
+    if grid.complete is None:
+        return ((chunk + 1) * (grid.q.shape[1] // grid.num_chunks) <= grid.length)[None]
+    return grid.complete[:, None] > chunk

@@ -164,13 +164,19 @@ class AtlasConfig(PreTrainedConfig):
     kernels: str = "auto"
 
     def __new__(cls, *args, **kwargs):
-        # Only here can a field that was given be told from its default.
-        for alias, name in cls.attribute_map.items():
-            if alias in kwargs and name in kwargs and kwargs[alias] != kwargs[name]:
-                raise ValueError(
-                    f"{alias}={kwargs[alias]!r} and {name}={kwargs[name]!r} are the same field: pass one of them"
-                )
+        cls.by_own_names(kwargs)  # only here can a field that was given be told from its default
         return super().__new__(cls)
+
+    @classmethod
+    def by_own_names(cls, fields: dict) -> dict:
+        """`fields` without aliases; one given under both names, with two values, is refused."""
+        own = {name: value for name, value in fields.items() if name not in cls.attribute_map}
+        for alias, name in cls.attribute_map.items():
+            if alias in fields and own.setdefault(name, fields[alias]) != fields[alias]:
+                raise ValueError(
+                    f"{alias}={fields[alias]!r} and {name}={own[name]!r} are the same field: pass one of them"
+                )
+        return own
 
     def __post_init__(self, **kwargs):
         fields = set(type(self).__dataclass_fields__) | set(self.attribute_map)
@@ -205,7 +211,7 @@ class AtlasConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict, **kwargs):
         """As `PreTrainedConfig.from_dict`, but fields given as keywords are checked together with those they override."""
         names = [name for name in kwargs if name in AtlasConfig.__annotations__ or name in cls.attribute_map]
-        overrides = {name: kwargs.pop(name) for name in names}
+        overrides = cls.by_own_names({name: kwargs.pop(name) for name in names})
         if "num_hidden_layers" in overrides:
             config_dict = {name: value for name, value in config_dict.items() if name != "layer_types"}
         return super().from_dict({**config_dict, **overrides}, **kwargs)
@@ -214,7 +220,7 @@ class AtlasConfig(PreTrainedConfig):
     def _preset(cls, name: str, size: str | None, overrides: dict) -> "AtlasConfig":
         if size is not None and size not in SIZES:
             raise ValueError(f"size={size!r} is none of {', '.join(SIZES)}; or leave it out and give the widths")
-        return cls(**{**PRESETS[name], **(SIZES[size] if size else {}), **overrides})
+        return cls(**{**PRESETS[name], **(SIZES[size] if size else {}), **cls.by_own_names(overrides)})
 
     @classmethod
     def atlas(cls, size: str | None = None, **overrides) -> "AtlasConfig":

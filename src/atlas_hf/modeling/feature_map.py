@@ -3,6 +3,7 @@
 Legend: H heads, K key width, R feature rank, F features, p degree, c_i coefficient of degree i.
 """
 
+import copy
 import math
 from functools import lru_cache
 from itertools import combinations_with_replacement
@@ -94,6 +95,12 @@ class PolynomialFeatureMap(nn.Module):
             copy(self.feature_coefficients, start.expand(self.num_heads, -1))
             if self.feature_projection is not None:
                 init.normal_(self.feature_projection, mean=0.0, std=1 / math.sqrt(self.rank))
+
+    def as_it_stands(self) -> "PolynomialFeatureMap":
+        """The same map with the parameters of now: what makes features again later must not see others put in their place."""
+        twin = copy.copy(self)
+        twin._parameters = dict(self._parameters)
+        return twin
 
     def squared_norm_at_start(self) -> float:
         """`|phi(x)|^2` of a unit vector with the starting coefficients (and `|Px| = 1`), the constant left out."""

@@ -11,8 +11,9 @@ from .recompute import recomputed
 TOKENS_AT_ONCE = 1024
 
 
-def _sum_of_losses(head, hidden_states, targets, ignore_index: int):
-    return F.cross_entropy(head(hidden_states).float(), targets, ignore_index=ignore_index, reduction="sum")
+def _sum_of_losses(head, weight, hidden_states, targets, ignore_index: int):
+    logits = head(hidden_states) if weight is None else F.linear(hidden_states, weight)
+    return F.cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="sum")
 
 
 def linear_cross_entropy(
@@ -48,7 +49,7 @@ def linear_cross_entropy(
         total = fused.linear_cross_entropy(hidden_states, head.weight, targets, ignore_index)
     else:
         total = sum(
-            recomputed(_sum_of_losses, head, x, t, ignore_index)
+            recomputed(_sum_of_losses, head, head.weight if plain else None, x, t, ignore_index)
             for x, t in zip(hidden_states.split(TOKENS_AT_ONCE), targets.split(TOKENS_AT_ONCE), strict=True)
         )
     if num_items_in_batch is None:

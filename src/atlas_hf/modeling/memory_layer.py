@@ -178,7 +178,16 @@ class AtlasMemory(nn.Module):
         return output
 
     def _replay(self, states, hidden_states, mask):
-        return self._mix(hidden_states, None if mask is None else SequenceLayout.from_mask(mask), states, True)
+        layout = None if mask is None else SequenceLayout.from_mask(mask)
+        hook = getattr(self, "_hf_hook", None)
+        if hook is None:
+            return self._mix(hidden_states, layout, states, True)
+        # Not called through `forward`: offloaded weights have to be fetched here
+        hook.pre_forward(self)
+        try:
+            return self._mix(hidden_states, layout, states, True)
+        finally:
+            hook.post_forward(self, ())
 
     def _gates(self, hidden_states):
         """`log_alpha, eta, log_theta [B, T, H]` and `gamma [B, T, H, c]`, float32."""
@@ -192,9 +201,9 @@ class AtlasMemory(nn.Module):
             gamma = gamma / gamma.sum(-1, keepdim=True).clamp_min(1)
         return F.logsigmoid(logits[..., 0]), logits[..., 1].sigmoid(), F.logsigmoid(logits[..., 2]), gamma
 
-    def _heads(self, qkv, tail, lengths):
+    def _heads(self, qkv, tail, lengths, weight):
         """Convolved and normalised `q, k, v [B, T, H, K]`, and the convolution's new tail."""
-        qkv, tail = self.conv(qkv, tail, lengths, self.config.kernels)
+        qkv, tail = self.conv(qkv, tail, lengths, self.config.kernels, weight)
         q, k, v = (_wide(x).unflatten(-1, (self.num_heads, self.head_dim)) for x in qkv.chunk(3, -1))
         return F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6), v, tail
 
@@ -217,7 +226,8 @@ class AtlasMemory(nn.Module):
     def _recall(self, qkv, gates, lengths, states, keep_states: bool):
         """The memory's outputs `y [B, T, H, V]`, and the states to go on from if they are wanted."""
         config = self.config
-        q, k, v, tail = recomputed(self._heads, qkv, None if states is None else states["conv"], lengths)
+        tail = None if states is None else states["conv"]
+        q, k, v, tail = recomputed(self._heads, qkv, tail, lengths, self.conv.weight)
         log_alpha, eta, log_theta, gamma = gates
         # The two agree to rounding: the chunk form lays out at least one whole chunk, which is much for a single token.
         recurrence = step_atlas if states is not None and q.shape[1] == 1 else chunk_atlas
@@ -249,7 +259,7 @@ class AtlasMemory(nn.Module):
         )
         return y, {**new_states, "conv": _wide(tail)} if keep_states else None
 
-    @fetches_weights_of("memory_weights", "feature_map")
+    @fetches_weights_of("memory_weights", "feature_map", "conv")
     def _mix(self, hidden_states, layout, states, keep_states: bool):
         """Output `[B, T, D]` and, if wanted, the states to go on from; `states=None` begins every sequence anew."""
         config = self.config

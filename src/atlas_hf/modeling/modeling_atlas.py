@@ -306,12 +306,14 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         if getattr(kwargs.get("generation_config"), "is_assistant", False):
             return super().generate(*args, **kwargs)  # its caller takes tokens back from the cache later
         given = kwargs.get("cache", kwargs.get("past_key_values"))
-        kept = {id(layer) for layer in recording_layers(given)}
-        output = super().generate(*args, **kwargs)
-        for cache in (given, getattr(output, "cache", None)):
-            for layer in recording_layers(cache):
-                if id(layer) not in kept:
-                    layer.deactivate_past_recording()
+        kept, output = {id(layer) for layer in recording_layers(given)}, None
+        try:
+            output = super().generate(*args, **kwargs)
+        finally:
+            for cache in (given, getattr(output, "cache", None)):
+                for layer in recording_layers(cache):
+                    if id(layer) not in kept:
+                        layer.deactivate_past_recording()
         return output
 
 

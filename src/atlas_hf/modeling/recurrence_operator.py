@@ -102,6 +102,8 @@ def atlas_operator(scan):
         check_inputs(
             q, tokens.k, tokens.v, memory, tokens, feature_map, residual_scale, options, lengths, initial_state
         )
+        if feature_map is not None and torch.is_grad_enabled():
+            feature_map = feature_map.as_it_stands()
         dtype = dense_dtype(q)
         call = Call(
             q.to(dtype),

@@ -3,7 +3,7 @@
 Legend: B rows, T tokens a row, N sequences, L tokens of the longest one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -54,6 +54,13 @@ class SequenceLayout:
         index = torch.zeros(num_sequences, max(int(lengths.max()), 1), dtype=torch.long, device=device)
         index[owner, offset] = places
         return cls(index, lengths, sequence.view(batch, num_tokens)[:, -1], None if mask is None else mask.bool())
+
+    def to(self, device, non_blocking: bool = False) -> "SequenceLayout":
+        """On another device: accelerate calls it where a model's layers lie on several."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(
+            self, **{n: x if x is None else x.to(device, non_blocking=non_blocking) for n, x in tensors.items()}
+        )
 
     @property
     def _real(self) -> torch.Tensor:

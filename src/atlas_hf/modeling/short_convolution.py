@@ -31,30 +31,31 @@ class ShortConvolution(nn.Module):
         bound = self.kernel_size**-0.5
         init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x, tail=None, lengths=None, kernels="torch"):
+    def forward(self, x, tail=None, lengths=None, kernels="torch", weight=None):
         """Convolve `x [B, T, C]`, of which row `i` has `lengths[i]` tokens and then padding.
 
         Args:
+            weight: `[C, 1, W]` in place of the module's own, for who calls it again later (`recomputed`).
             tail: `[B, W - 1, C]`, the inputs before `x`; `None` at a sequence's start.
             lengths: `[B]`, or `None` if all of `x` is real.
 
         Returns:
             `[B, T, C]` and the new tail, the last `W - 1` real inputs of each row.
         """
-        earlier = self.kernel_size - 1
+        weight, earlier = self.weight if weight is None else weight, self.kernel_size - 1
         x = F.pad(x, (0, 0, earlier, 0)) if tail is None else torch.cat([tail.to(x.dtype), x], 1)
         length = x.shape[1] - earlier
         # Nothing to fuse in a single token
-        fused = select_fused(kernels, x) if length > 1 and x.dtype == self.weight.dtype else None
+        fused = select_fused(kernels, x) if length > 1 and x.dtype == weight.dtype else None
         if fused is not None:
-            y = fused.short_convolution(x, self.weight)
-        elif length > 1 and _depthwise_is_fast(x, self.weight):
+            y = fused.short_convolution(x, weight)
+        elif length > 1 and _depthwise_is_fast(x, weight):
             # As images one pixel high with their channels last, which need no transposed copy
             with torch.autocast(device_type="cpu", enabled=False):
-                y = F.conv2d(x.mT[:, :, None], self.weight[:, :, None], groups=x.shape[2])[:, :, 0].mT
+                y = F.conv2d(x.mT[:, :, None], weight[:, :, None], groups=x.shape[2])[:, :, 0].mT
             y = F.silu(y)
         else:
-            y = F.silu(sum(x[:, j : j + length] * self.weight[:, 0, j] for j in range(self.kernel_size)))
+            y = F.silu(sum(x[:, j : j + length] * weight[:, 0, j] for j in range(self.kernel_size)))
         if lengths is None:
             return y, x[:, length:]
         place = lengths[:, None] + torch.arange(earlier, device=x.device)

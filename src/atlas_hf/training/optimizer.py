@@ -1,5 +1,6 @@
 """Outer optimisers: which parameters are matrices for Muon, which decay, and Muon with AdamW as one optimiser."""
 
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ from atlas_hf.modeling.modeling_atlas import AtlasRMSNorm
 from atlas_hf.modeling.short_convolution import ShortConvolution
 
 # Modules of which nothing may decay: a norm's scale and a convolution's taps have a size that means something.
+_IN_BLOCK = re.compile(r"(^|\.)layers\.\d+\.")
 WITHOUT_DECAY = (AtlasRMSNorm, HeadRMSNorm, ShortConvolution, nn.LayerNorm, nn.RMSNorm)
 
 
@@ -43,9 +45,6 @@ def split_parameters(model: nn.Module) -> ParameterSplit:
     Shared parameters (tied embeddings) appear once, under their first name.
     """
     split, seen = ParameterSplit(), set()
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    embeddings |= {id(p) for p in (head.parameters() if head is not None else ())}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen or not parameter.requires_grad:
@@ -54,7 +53,7 @@ def split_parameters(model: nn.Module) -> ParameterSplit:
             full = f"{path}.{name}" if path else name
             if isinstance(module, WITHOUT_DECAY) or _is_gate(full) or parameter.ndim < 2 or "coefficients" in name:
                 split.kept[full] = parameter
-            elif parameter.ndim == 2 and isinstance(module, nn.Linear) and id(parameter) not in embeddings:
+            elif parameter.ndim == 2 and isinstance(module, nn.Linear) and _IN_BLOCK.search(full):
                 split.matrices[full] = parameter
             else:
                 split.decayed[full] = parameter
@@ -110,14 +109,29 @@ class MuonAdamW(torch.optim.Optimizer):
         rest = split.adamw_groups(weight_decay, with_matrices=False)
         self._adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps) if rest else None
         groups = [*self._muon.param_groups, *(self._adamw.param_groups if rest else ())]
+        self._sorted = False
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         self._share()
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Raises ValueError: parameters are sorted by the model when the optimiser is made."""
+        if self._sorted:
+            raise ValueError("MuonAdamW sorts a model's parameters itself: make a new one after unfreezing some")
+        super().add_param_group(param_group)
 
     def _share(self) -> None:
         """Let the two see this optimiser's groups and state, so that there is one of each."""
         self._muon.param_groups, self._muon.state = self.param_groups[:1], self.state
         if self._adamw is not None:
             self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
+        self._sorted = True
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._share()
 
     @torch.no_grad()
     def step(self, closure=None):

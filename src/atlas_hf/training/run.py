@@ -89,11 +89,17 @@ def run_training(
         print(f"Held-out perplexity of the model after training: {after:.1f}")
         result = Result(unigram, bigram, before, after)
         if sharded:
+            # Under any other type Trainer writes no model
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
             trainer.save_model(str(folder))
             (folder / "training_args.bin").unlink(missing_ok=True)
         elif processes.is_main:
             model.save_pretrained(folder)
         if processes.is_main:
+            if not any(folder.glob("*.safetensors")):
+                raise RuntimeError(
+                    f"the trained model was not written to {folder}: go on from its checkpoints with --resume"
+                )
             levels = {"held-out, model": math.log(after), "held-out, bigram": math.log(bigram)}
             draw_loss_curve(folder / LOSS_CURVE, losses, levels)
             _write_run(folder, settings, perplexity=asdict(result), losses=losses)

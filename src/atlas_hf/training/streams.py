@@ -1,5 +1,6 @@
 """Documents read while training goes on, from any source that the `datasets` library can stream."""
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -14,11 +15,13 @@ from atlas_hf.training.errors import InputError
 from atlas_hf.training.texts import HELD_OUT_SPLITS, builder_of, check_column
 from atlas_hf.training.tokenizer import document_positions, packed_labels
 
-# Without a split of its own, every twentieth document is held out.
+# Without a split of its own, one document in so many is held out.
 HELD_OUT_EVERY = 20
 # Read ahead for the tokenizer and for counting tokens.
 SAMPLE_CHARACTERS = 2_000_000
 SHUFFLED_DOCUMENTS = 1000
+# Documents of a source that are looked at before the work begins.
+LOOKED_AT = 16
 
 
 @dataclass
@@ -49,7 +52,7 @@ def open_stream(
 ) -> DocumentStream:
     """Stream local text, JSON and parquet files, or a data set by its name on the Hub or its folder.
 
-    `hold_out`: keep documents back to measure on, those of a split `validation` or `test` or else every twentieth.
+    `hold_out`: keep documents back to measure on, those of a split `validation` or `test`, or else one in twenty.
 
     Raises:
         InputError: a source that cannot be opened, or that lacks the column.
@@ -62,9 +65,13 @@ def open_stream(
         held_out = next((_texts(splits[s], text_column, name) for s in HELD_OUT_SPLITS if s in splits), None)
     train = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     if hold_out and held_out is None:
-        held_out = train.filter(lambda _, i: i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1, with_indices=True)
-        train = train.filter(lambda _, i: i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1, with_indices=True)
+        held_out, train = train.filter(_is_held_out), train.filter(lambda row: not _is_held_out(row))
     return DocumentStream(train, held_out)
+
+
+def _is_held_out(row: dict) -> bool:
+    """By the text itself: its place differs with the order of shards, between workers, and from one epoch to another."""
+    return zlib.crc32(row["text"].encode()) % HELD_OUT_EVERY == 0
 
 
 def load_by_name(name: str, subset: str | None, *, streaming: bool):
@@ -103,14 +110,15 @@ def _open_file(path: Path, text_column: str) -> datasets.IterableDataset:
 
 
 def _texts(rows: datasets.IterableDataset, text_column: str, source) -> datasets.IterableDataset:
-    first = next(iter(rows.take(1)), None)
-    if first is None:
+    first = list(rows.take(LOOKED_AT))
+    if not first:
         raise InputError(f"{source} holds no documents: name another source")
-    check_column(list(first), text_column, source)
-    if not isinstance(first[text_column], str):
+    check_column(list(first[0]), text_column, source)
+    if any(not isinstance(row[text_column], str | None) for row in first):
         raise InputError(f"column {text_column!r} of {source} does not hold strings: choose another with --text-column")
     rows = rows.select_columns([text_column])
-    return rows if text_column == "text" else rows.rename_column(text_column, "text")
+    rows = rows if text_column == "text" else rows.rename_column(text_column, "text")
+    return rows.filter(lambda row: bool(row["text"]))
 
 
 class StreamedBlocks(IterableDataset):
@@ -138,7 +146,7 @@ class StreamedBlocks(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         end, held = self.tokenizer.eos_token_id, []
         rows = iter(self.rows.shuffle(seed=self.seed + self.epoch, buffer_size=SHUFFLED_DOCUMENTS))
-        while batch := [row["text"] for row in islice(rows, 64) if row["text"]]:
+        while batch := [row["text"] for row in islice(rows, 64)]:
             for ids in self.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
                 held += [*ids, end]
                 whole = len(held) // self.block_size * self.block_size

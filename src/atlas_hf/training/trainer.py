@@ -68,6 +68,12 @@ def training_arguments(options: TrainingOptions, folder: Path, processes: Proces
             f"{', '.join(idle)} among the trainer's fields would have no effect: a run measures held-out text before and "
             "after it; leave it out, or use `transformers.Trainer` itself"
         )
+    unused = [name for name in ("optim", "optim_args") if name in options.extra and options.optimizer != "adamw"]
+    if unused:
+        raise InputError(
+            f"{', '.join(unused)} among the trainer's fields would have no effect with --optimizer {options.optimizer}: "
+            "leave it out, or use --optimizer adamw"
+        )
     passes = options.extra.get("gradient_accumulation_steps", 1)
     if not isinstance(passes, int) or passes < 1 or options.batch_size % (passes * processes.count):
         raise InputError(
@@ -193,6 +199,10 @@ def train(
         callbacks.append(TensorBoardCallback(SummaryWriter(log_dir=str(board))))
     use_cache = model.config.use_cache
     arguments = training_arguments(options, folder, processes)
+    if arguments.n_gpu > 1:
+        # Trainer would take a batch for each of them, in threads of this process
+        print(f"{arguments.n_gpu} GPUs are seen, one is used: start the command with torchrun to train on all of them")
+        arguments._n_gpu = 1
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
     trainer.with_muon = options.optimizer == "muon"
     trainer.remove_callback(PrinterCallback)
