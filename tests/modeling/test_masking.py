@@ -214,7 +214,7 @@ def test_layout_of_a_mask():
     x = torch.arange(1.0, 13).view(3, 4)
     gathered = layout.gather(x)
     assert gathered.tolist() == [[2, 4, 0, 0], [0, 0, 0, 0], [9, 10, 11, 0]]
-    assert torch.equal(layout.scatter(gathered, 3, 4), x * mask)
+    assert torch.equal(layout.scatter([gathered], 3, 4), x * mask)
 
 
 def test_layout_of_documents():
@@ -224,7 +224,7 @@ def test_layout_of_documents():
     assert layout.last_sequence_of_row.tolist() == [1, 2]
     x = torch.arange(1.0, 9).view(2, 4)
     assert layout.gather(x).tolist() == [[1, 2, 0, 0], [3, 4, 0, 0], [5, 6, 7, 8]]
-    assert torch.equal(layout.scatter(layout.gather(x), 2, 4), x)
+    assert torch.equal(layout.scatter([layout.gather(x)], 2, 4), x)
     masked = SequenceLayout.from_segments(segments, torch.tensor([[1, 0, 0, 0], [0, 1, 1, 0]]))
     assert masked.lengths.tolist() == [1, 0, 2]
     assert masked.gather(x).tolist() == [[1, 0], [0, 0], [6, 7]]
@@ -238,3 +238,20 @@ def test_labels_of_the_next_real_token():
     expected = [[-100, 13, -100, 14, -100], [-100, 22, -100, -100, -100]]
     assert next_labels(labels, mask).tolist() == expected
     assert next_labels(labels[:, :1], mask[:, :1]).tolist() == [[-100], [-100]]
+
+
+def test_sequences_are_parted_by_length():
+    lengths = [3, 200, 1, 150, 2, 0, 90, 3]
+    segments = torch.repeat_interleave(torch.arange(8), torch.tensor(lengths))[None]
+    kept = [n for n in lengths if n]
+    layout = SequenceLayout.from_segments(segments)
+    parts = list(layout.parts())
+    assert [[kept[i] for i in numbers] for numbers, _ in parts] == [[200, 150], [90], [3, 3, 2], [1]]
+    assert [part.index.shape[1] for _, part in parts] == [200, 90, 3, 1]
+    assert sum(part.index.numel() for _, part in parts) < 2 * sum(lengths) < layout.index.numel()
+    x = torch.randn(1, sum(lengths), 2)
+    assert torch.equal(layout.scatter([2 * part.gather(x) for _, part in parts], 1, sum(lengths)), 2 * x)
+    even = SequenceLayout.from_segments(torch.tensor([[0, 0, 1, 1, 1]]))
+    assert [numbers for numbers, _ in even.parts()] == [None]
+    nothing = SequenceLayout.from_segments(torch.tensor([[0, 0, 1]]), torch.zeros(1, 3))
+    assert sum(part.index.shape[0] for _, part in nothing.parts()) == 2

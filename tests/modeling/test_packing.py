@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, DynamicCache
 
+from atlas_hf.modeling.sequence_layout import SequenceLayout
+
 LENGTHS = (5, 1, 9, 4)
 
 
@@ -226,3 +228,38 @@ def test_loss_and_gradients_equal_separate_runs(packed, told, checkpointing):
         torch.testing.assert_close(
             parameter.grad, expected[name], atol=1e-8, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+UNEVEN = ((1, 40, 2, 7), (3, 1, 1, 45))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_documents_of_very_different_lengths(small_model, random_ids, assert_equal_logits, preset, masked):
+    """They are not computed side by side; outputs, gradients and the cache are those of separate runs all the same."""
+    model, ids = small_model(preset), random_ids(2, 50)
+    index = torch.stack([torch.repeat_interleave(torch.arange(4), torch.tensor(n)) for n in UNEVEN])
+    assert SequenceLayout.from_segments(index).groups
+    mask = torch.ones_like(ids)
+    if masked:
+        mask[0, 10:13] = mask[1, 0] = 0
+    out = model(ids, seq_idx=index, attention_mask=mask if masked else None, use_cache=True)
+    weights = torch.randn(out.logits.shape, dtype=out.logits.dtype) * mask[..., None]
+    grads = torch.autograd.grad((out.logits * weights).sum(), list(model.parameters()))
+    alone, caches = [], []
+    for row, lengths in enumerate(UNEVEN):
+        for document, real in zip(ids[row].split(lengths), mask[row].bool().split(lengths), strict=True):
+            logits = document.new_zeros(len(document), out.logits.shape[-1], dtype=out.logits.dtype)
+            if real.any():
+                single = model(document[real][None], use_cache=True)
+                logits = logits.index_put((real.nonzero()[:, 0],), single.logits[0])
+            alone.append(logits)
+        caches.append(single.cache)
+    alone = torch.cat(alone).view_as(out.logits)
+    assert_equal_logits(out.logits * mask[..., None], alone)
+    for mine, wanted in zip(grads, torch.autograd.grad((alone * weights).sum(), list(model.parameters())), strict=True):
+        torch.testing.assert_close(mine, wanted, atol=1e-7, rtol=1e-5)
+    with torch.no_grad():
+        more = random_ids(2, 6, seed=3)
+        together = model(more, cache=out.cache).logits
+        for row, cache in enumerate(caches):
+            assert_equal_logits(together[row : row + 1], model(more[row : row + 1], cache=cache).logits)

@@ -1,5 +1,7 @@
 """PEFT: LoRA on every linear layer trains, merges and is saved alone."""
 
+import copy
+
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
@@ -104,3 +106,17 @@ def test_training_lowers_the_loss(adapted, random_rows):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.95 * losses[0]
+
+
+@torch.no_grad()
+def test_a_memory_saved_as_a_module_follows_the_models_settings(tiny_model, random_rows):
+    """PEFT works on a copy of the module; a copy of the whole model has settings of its own."""
+    base, ids = tiny_model(), torch.tensor(random_rows([11]))
+    other = copy.deepcopy(base)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["up_proj"], modules_to_save=["memory"])).eval()
+    assert base.model.layers[0].memory.modules_to_save["default"] is not base.model.layers[0].memory.original_module
+    before = model(input_ids=ids).logits
+    base.config.newton_schulz_steps = 1
+    assert (model(input_ids=ids).logits - before).abs().max() > 1e-6
+    assert other.config.newton_schulz_steps == 5
+    assert other.model.layers[0].memory.config is other.config

@@ -3,6 +3,7 @@
 Legend: B batch, T tokens, D model width, H heads, K = V head width, E hidden width of the memory, F features, c window.
 """
 
+import copy
 import functools
 import math
 
@@ -127,6 +128,14 @@ class AtlasMemory(nn.Module):
             self.residual_scale = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
         self.norm = HeadRMSNorm(self.head_dim, config.rms_norm_eps)
 
+    def __deepcopy__(self, memo):
+        if not memo:
+            # Copied by itself (PEFT's `modules_to_save`), it goes on to follow what may be changed of a live model's settings
+            memo[id(self.config)] = self.config
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
     def _matrix_shapes(self) -> list[tuple[int, int]]:
         features, hidden = self.feature_map.num_features, self.config.memory_expansion * self.head_dim
         if self.config.memory == "linear":
@@ -207,15 +216,40 @@ class AtlasMemory(nn.Module):
         q, k, v = (_wide(x).unflatten(-1, (self.num_heads, self.head_dim)) for x in qkv.chunk(3, -1))
         return F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6), v, tail
 
-    def _recall_in_parts(self, qkv, gates, lengths, states, keep_states: bool):
+    def _recall_sequences(self, qkv, gates, layout, states, keep_states: bool, dtype):
+        """Outputs of all sequences, normed, each token at its place `[B, T, H V]`, and the state of each row's last one."""
+        batch, num_tokens, _ = qkv.shape
+        outputs, held, order = [], [], []
+        for numbers, part in layout.parts():
+            before = states
+            if states is not None and numbers is not None:
+                before = {n: s.index_select(0, numbers) for n, s in states.items()}
+            of_part = part.gather(qkv), [part.gather(g) for g in gates], part.lengths
+            y, new_states = self._recall(*of_part, before, keep_states)
+            outputs.append(self.norm(y, dtype=dtype).flatten(2))
+            held.append(new_states)
+            order.append(numbers)
+        y = layout.scatter(outputs, batch, num_tokens)
+        if not keep_states:
+            return y, None
+        new_states = held[0] if len(held) == 1 else {n: torch.cat([part[n] for part in held]) for n in held[0]}
+        last = layout.last_sequence_of_row
+        if len(held) > 1:
+            last = torch.cat(order).argsort()[last]
+        elif len(layout.lengths) == batch:
+            return y, new_states
+        # Packed documents: each row goes on from its last one.
+        return y, {n: s.index_select(0, last) for n, s in new_states.items()}
+
+    def _recall_in_parts(self, qkv, gates, states, keep_states: bool):
         """As `_recall`. On a CPU a long text goes through in parts, whose intermediates stay in the processor's cache."""
         batch, length, _ = qkv.shape
         # A part begins with a chunk more than it has: of wide batches, whose parts are short, that would be much.
         chunks = TOKENS_AT_ONCE // (batch * self.config.chunk_size)
         part = chunks * self.config.chunk_size
-        whole = lengths is not None or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        whole = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if whole or chunks < FEWEST_CHUNKS or length <= part or qkv.device.type != "cpu":
-            return self._recall(qkv, gates, lengths, states, keep_states)
+            return self._recall(qkv, gates, None, states, keep_states)
         outputs = []
         for first in range(0, length, part):
             here, last = slice(first, first + part), first + part >= length
@@ -262,25 +296,13 @@ class AtlasMemory(nn.Module):
     @fetches_weights_of("memory_weights", "feature_map", "conv")
     def _mix(self, hidden_states, layout, states, keep_states: bool):
         """Output `[B, T, D]` and, if wanted, the states to go on from; `states=None` begins every sequence anew."""
-        config = self.config
-        batch, num_tokens, _ = hidden_states.shape
         qkv = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], -1)
         gates = self._gates(hidden_states)
-        lengths = None
-        if layout is not None:
-            qkv, gates, lengths = layout.gather(qkv), [layout.gather(g) for g in gates], layout.lengths
-        y, new_states = self._recall_in_parts(qkv, gates, lengths, states, keep_states)
         gate, dtype = self.g_proj(hidden_states), hidden_states.dtype
         if layout is None:
+            y, new_states = self._recall_in_parts(qkv, gates, states, keep_states)
             heads = gate.unflatten(-1, (self.num_heads, self.head_dim))
-            output = self.o_proj(self.norm(y, heads, dtype, config.kernels).flatten(2))
-        else:
-            # Norms belong to the sequences' tokens, gates to the batch's
-            y = layout.scatter(self.norm(y, dtype=dtype).flatten(2), batch, num_tokens)
-            output = self.o_proj(recomputed(_gated, y, gate))
-        if not keep_states:
-            return output, None
-        if layout is not None and len(layout.lengths) != batch:
-            # Packed documents: each row goes on from its last one.
-            new_states = {n: s.index_select(0, layout.last_sequence_of_row) for n, s in new_states.items()}
-        return output, new_states
+            return self.o_proj(self.norm(y, heads, dtype, self.config.kernels).flatten(2)), new_states
+        # Norms belong to the sequences' tokens, gates to the batch's
+        y, new_states = self._recall_sequences(qkv, gates, layout, states, keep_states, dtype)
+        return self.o_proj(recomputed(_gated, y, gate)), new_states

@@ -156,7 +156,7 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
         initial_state: a state returned by this function or one of its twins, to go on from; never changed in place.
         output_final_state: whether to return the state.
         cu_seqlens: `[N + 1]`, ends of `N` documents packed in a batch of one row, as in flash-linear-attention; states
-            then have `N` rows.
+            then have `N` rows. Documents are computed side by side, all as long as the longest.
         kernels: `"torch"`, `"triton"`, or `"auto"`: Triton on a GPU where it has a kernel for these options. No matter of
             the numbers, but for rounding.
 

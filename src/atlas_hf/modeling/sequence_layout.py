@@ -3,9 +3,13 @@
 Legend: B rows, T tokens a row, N sequences, L tokens of the longest one.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
+
+# Places a sequence's tokens may take up for each of them, before sequences are parted by length.
+MOST_PLACES = 2
 
 
 @dataclass(frozen=True)
@@ -17,12 +21,14 @@ class SequenceLayout:
         lengths: `[N]`, real tokens of each sequence; may be zero.
         last_sequence_of_row: `[B]`, the sequence that a row's cache goes on with.
         mask: `[B, T]` bool, or `None` if all tokens are real.
+        groups: numbers of sequences of like length, and how long the longest of them is; empty if all go together.
     """
 
     index: torch.Tensor
     lengths: torch.Tensor
     last_sequence_of_row: torch.Tensor
     mask: torch.Tensor | None
+    groups: tuple[tuple[torch.Tensor, int], ...] = ()
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> "SequenceLayout":
@@ -51,16 +57,31 @@ class SequenceLayout:
         lengths = torch.bincount(owner, minlength=num_sequences)
         first = lengths.cumsum(0) - lengths
         offset = torch.arange(len(places), device=device) - first[owner]
-        index = torch.zeros(num_sequences, max(int(lengths.max()), 1), dtype=torch.long, device=device)
+        known = lengths.tolist()
+        index = torch.zeros(num_sequences, max(*known, 1), dtype=torch.long, device=device)
         index[owner, offset] = places
-        return cls(index, lengths, sequence.view(batch, num_tokens)[:, -1], None if mask is None else mask.bool())
+        groups = tuple((torch.tensor(numbers, device=device), longest) for numbers, longest in groups_of(known))
+        mask = None if mask is None else mask.bool()
+        return cls(index, lengths, sequence.view(batch, num_tokens)[:, -1], mask, groups)
 
     def to(self, device, non_blocking: bool = False) -> "SequenceLayout":
         """On another device: accelerate calls it where a model's layers lie on several."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self, **{n: x if x is None else x.to(device, non_blocking=non_blocking) for n, x in tensors.items()}
+
+        def moved(x):
+            return None if x is None else x.to(device, non_blocking=non_blocking)
+
+        return SequenceLayout(
+            *(moved(x) for x in (self.index, self.lengths, self.last_sequence_of_row, self.mask)),
+            tuple((moved(numbers), longest) for numbers, longest in self.groups),
         )
+
+    def parts(self) -> Iterator[tuple[torch.Tensor | None, "SequenceLayout"]]:
+        """Numbers of the sequences and their own layout, group by group; `None`: all of them."""
+        if not self.groups:
+            yield None, self
+        for numbers, longest in self.groups:
+            index, lengths = self.index[numbers, :longest], self.lengths[numbers]
+            yield numbers, replace(self, index=index, lengths=lengths, groups=())
 
     @property
     def _real(self) -> torch.Tensor:
@@ -71,11 +92,30 @@ class SequenceLayout:
         y = x.flatten(0, 1)[self.index]
         return torch.where(self._real.view(*self.index.shape, *[1] * (y.ndim - 2)), y, 0)
 
-    def scatter(self, y: torch.Tensor, batch: int, num_tokens: int) -> torch.Tensor:
-        """`[N, L, ...] -> [B, T, ...]`, zero at masked tokens."""
-        real = self._real
-        x = y.new_zeros(batch * num_tokens, *y.shape[2:])
-        return x.index_put((self.index[real],), y[real]).view(batch, num_tokens, *y.shape[2:])
+    def scatter(self, of_parts: list[torch.Tensor], batch: int, num_tokens: int) -> torch.Tensor:
+        """`[N, L, ...]` of every part `-> [B, T, ...]`, zero at masked tokens."""
+        shape = of_parts[0].shape[2:]
+        x = of_parts[0].new_zeros(batch * num_tokens, *shape)
+        for (_, part), y in zip(self.parts(), of_parts, strict=True):
+            real = part._real
+            x = x.index_put((part.index[real],), y[real])
+        return x.view(batch, num_tokens, *shape)
+
+
+def groups_of(lengths: list[int]) -> list[tuple[list[int], int]]:
+    """Numbers of sequences whose lengths differ by no more than a factor of two, and the longest's; none if all go together.
+
+    Sequences that are computed side by side are all as long as the longest.
+    """
+    if max(lengths) * len(lengths) <= MOST_PLACES * sum(lengths):
+        return []
+    groups = []
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        if groups and 2 * lengths[number] >= groups[-1][1]:
+            groups[-1][0].append(number)
+        else:
+            groups.append(([number], max(lengths[number], 1)))
+    return groups
 
 
 def next_labels(labels: torch.Tensor, mask: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
