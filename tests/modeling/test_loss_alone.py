@@ -100,3 +100,17 @@ def test_refusals(small_model, random_ids):
     model.loss_function = lambda **_: 0
     with pytest.raises(ValueError, match="set no loss_function"):
         model(ids, labels=ids, skip_logits=True)
+
+
+def test_hooks_of_the_head_are_called():
+    """They may fetch its weight: here it comes for the time of the head's own call."""
+    head, x, targets = torch.nn.Linear(6, 11, bias=False), torch.randn(5, 6), torch.randint(0, 11, (5,))
+    expected = linear_loss.linear_cross_entropy(head, x, targets)
+    whole = head.weight.data
+    head.weight.data = torch.empty(0)
+
+    def fetch(module, args):
+        module.weight.data = whole
+
+    head.register_forward_pre_hook(fetch)
+    torch.testing.assert_close(linear_loss.linear_cross_entropy(head, x, targets), expected)

@@ -42,6 +42,8 @@ def linear_cross_entropy(
     hidden_states = hidden_states.flatten(0, -2)
     targets = targets.flatten().to(hidden_states.device)
     plain = type(head) is nn.Linear and head.bias is None and not hasattr(head, "_hf_hook")
+    # Hooks may have to fetch the weight, of a model whose parameters are spread over processes
+    plain = plain and not (head._forward_pre_hooks or head._forward_hooks)
     fused = None
     if plain and head.weight.dtype == hidden_states.dtype:
         fused = select_fused(kernels, hidden_states)
