@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from .memory_network import stack_hidden
 from .newton_schulz import precise
-from .recurrence_operator import Call
+from .recurrence_operator import Call, complete_rows
 from .recurrence_state import INNER_NORM_EPS, Grid
 
 
@@ -178,8 +178,5 @@ def gather_inputs(grid: Grid, call: Call, pairwise: bool) -> ChunkInputs:
 
 
 def _completeness(grid: Grid, device):
-    """For every chunk `n`, which rows' chunk ends inside the grid (see `complete_rows`): `[1, n]` or `[B, n]` bool."""
-    chunk = torch.arange(grid.num_chunks, device=device)
-    if grid.complete is None:
-        return ((chunk + 1) * (grid.q.shape[1] // grid.num_chunks) <= grid.length)[None]
-    return grid.complete[:, None] > chunk
+    """For every chunk `n`, which rows' chunk ends inside the grid: `[1, n]` or `[B, n]` bool."""
+    return complete_rows(grid, torch.arange(grid.num_chunks, device=device)[:, None]).mT

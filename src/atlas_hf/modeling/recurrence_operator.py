@@ -151,8 +151,8 @@ def on_grid(scan):
     return run
 
 
-def complete_rows(grid, chunk: int):
-    """Which rows' chunk number `chunk` ends inside the grid: `True`, `False` or a `[B]` mask."""
+def complete_rows(grid, chunk):
+    """Which rows' chunk number `chunk` ends inside the grid: `True`, `False` or a `[B]` mask. Numbers may be `[n, 1]`."""
     if grid.complete is None:
         return (chunk + 1) * (grid.q.shape[1] // grid.num_chunks) <= grid.length
     return grid.complete > chunk

@@ -10,8 +10,8 @@ from atlas_hf.modeling.memory_layer import HeadRMSNorm
 from atlas_hf.modeling.modeling_atlas import AtlasRMSNorm
 from atlas_hf.modeling.short_convolution import ShortConvolution
 
-# Modules of which nothing may decay: a norm's scale and a convolution's taps have a size that means something.
 _IN_BLOCK = re.compile(r"(^|\.)layers\.\d+\.")
+# Modules of which nothing may decay: a norm's scale and a convolution's taps have a size that means something.
 WITHOUT_DECAY = (AtlasRMSNorm, HeadRMSNorm, ShortConvolution, nn.LayerNorm, nn.RMSNorm)
 
 
