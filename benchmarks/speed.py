@@ -5,7 +5,9 @@
     python benchmarks/speed.py --peer PATH                       # and titans-pytorch, installed in the folder PATH
     python benchmarks/speed.py --table                           # only draw table and plot again
 
-Rows are merged into the output file: a new one replaces that of the same contender, measure and length.
+Prompts longer than 8,192 tokens are read by the contenders of `--long` alone: Llama, their partner, takes minutes for each.
+Rows are merged into the output file: a new one replaces that of the same contender, measure and length. Each names the run
+that it comes from.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 
 import torch
@@ -22,10 +25,11 @@ from speed_parts import contenders, measure
 from speed_parts.report import write_report
 
 RESULTS = Path(__file__).parent / "results" / "speed.json"
+LONG = 8192
 MAKERS = {"train": measure.training_step, "prefill": measure.prefill, "decode": measure.decoding}
 
 
-def measure_one(name, kind, length, models, args) -> dict:
+def measure_one(name, kind, length, models, args, about) -> dict:
     """One row of the results."""
     make = MAKERS[kind]
     contender, reference = make(models[name], length), make(models["llama"], length)
@@ -37,19 +41,33 @@ def measure_one(name, kind, length, models, args) -> dict:
         if flops is not None:
             row["share_of_peak"] = 3 * flops * row["tokens_per_second"] / row["peak_flops_per_cpu_second"]
         row["memory_bytes"] = measure.peak_memory(__file__, name, length, args.peer)
+        row["memory_of_llama"] = measure.peak_memory(__file__, "llama", length)
     if kind == "decode":
         row["cache_bytes"] = measure.cache_bytes(contender.cache)
     row["config"] = contenders.config_of(name, models[name])
-    return row
+    return {**row, "run": about}
+
+
+def processor() -> str:
+    """The processor's model, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def machine(args) -> dict:
+    """What a run's figures depend on."""
     try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        told = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+        commit = told.stdout.strip()
     except OSError:  # no git here
         commit = ""
     return {
-        "cpu": platform.processor() or platform.machine(),
+        "started": time.strftime("%Y-%m-%d %H:%M"),
+        "cpu": processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -59,12 +77,12 @@ def machine(args) -> dict:
     }
 
 
-def write(path: Path, row: dict, about: dict) -> None:
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+def write(path: Path, row: dict) -> None:
+    rows = json.loads(path.read_text()) if path.exists() else []
     key = ("contender", "measure", "length")
     rows = [old for old in rows if any(old[k] != row[k] for k in key)] + [row]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def main():
@@ -72,6 +90,7 @@ def main():
     parser.add_argument("--contenders", nargs="*", choices=contenders.NAMES, default=list(contenders.NAMES))
     parser.add_argument("--train", nargs="*", type=int, default=[512, 2048], metavar="LENGTH")
     parser.add_argument("--prefill", nargs="*", type=int, default=[2048, 8192, 32768], metavar="LENGTH")
+    parser.add_argument("--long", nargs="*", choices=contenders.NAMES, default=["omeganet", "atlas_every_token"])
     parser.add_argument("--decode", nargs="*", type=int, default=[512, 8192], metavar="CONTEXT")
     parser.add_argument("--rounds", type=int, default=measure.ROUNDS)
     parser.add_argument("--peer", type=Path, help="folder in which titans-pytorch is installed")
@@ -95,12 +114,14 @@ def main():
             kinds["decode"] = []
         for kind, lengths in kinds.items():
             for length in lengths:
+                if kind == "prefill" and length > LONG and name not in args.long:
+                    continue
                 try:
-                    row = measure_one(name, kind, length, models, args)
+                    row = measure_one(name, kind, length, models, args, about)
                 except Exception as error:  # others' models may not run here; the rest is to be measured all the same
                     print(f"{name} {kind} {length}: skipped, {type(error).__name__}: {error}", flush=True)
                     continue
-                write(args.output, row, about)
+                write(args.output, row)
                 print(f"{name} {kind} {length}: {row['cpu_ratio']:.3f} of Llama's speed", flush=True)
     write_report(args.output)
 

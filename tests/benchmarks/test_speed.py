@@ -26,14 +26,16 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_rows_of_every_measure(run, capsys):
     path = run("--contenders", "omeganet", "llama", "--train", 40, "--prefill", 40, "--decode", 24)
-    result = json.loads(path.read_text())
-    rows = {(r["contender"], r["measure"], r["length"]): r for r in result["rows"]}
+    measured = json.loads(path.read_text())
+    rows = {(r["contender"], r["measure"], r["length"]): r for r in measured}
+    assert "One run: started " in path.with_suffix(".md").read_text()
     assert set(rows) == {
         (c, *m) for c in ("omeganet", "llama") for m in (("train", 40), ("prefill", 40), ("decode", 24))
     }
     for row in rows.values():
         assert min(row["cpu_seconds"], row["wall_seconds"], row["cpu_ratio"], row["tokens_per_second"]) > 0
     assert 0 < rows["omeganet", "train", 40]["share_of_peak"] < 1
+    assert rows["omeganet", "train", 40]["memory_of_llama"] > 2**20
     # Llama's cache grows with the context; it has decoded twice
     positions = 24 + 2 * measure.DECODE_STEPS
     assert rows["llama", "decode", 24]["cache_bytes"] == 4 * 2 * measure.BATCH * positions * 256 * 4
@@ -42,10 +44,10 @@ def test_rows_of_every_measure(run, capsys):
 
     before = rows["llama", "decode", 24]
     run("--contenders", "omeganet", "--train", "--prefill", 40, "--decode")
-    again = json.loads(path.read_text())["rows"]
+    again = json.loads(path.read_text())
     assert len(again) == len(rows)
     assert before in again
-    lines = table({"machine": result["machine"], "rows": again}).splitlines()
+    lines = table(again).splitlines()
     assert "| contender | train 40 | prefill 40 | decode 24 |" in lines
     assert columns(again) == [("train", 40), ("prefill", 40), ("decode", 24)]
 
@@ -67,7 +69,7 @@ def test_a_contender_that_fails_costs_nobody_else_a_row(run, capsys, monkeypatch
     measured = speed.measure_one
     monkeypatch.setattr(speed, "measure_one", measure_one)
     path = run("--contenders", "omeganet", "llama", "--train", "--prefill", 16, "--decode")
-    assert [row["contender"] for row in json.loads(path.read_text())["rows"]] == ["llama"]
+    assert [row["contender"] for row in json.loads(path.read_text())] == ["llama"]
     assert "omeganet prefill 16: skipped, RuntimeError: no driver" in capsys.readouterr().out
 
 
