@@ -4,6 +4,7 @@ import pytest
 import torch
 from problems import CHUNK, make_problem, unit
 
+from atlas_hf.modeling.chunk_scan import Chunk
 from atlas_hf.ops import PolynomialFeatureMap, chunk_atlas, naive_atlas, num_features, step_atlas
 
 PRESETS = {
@@ -80,6 +81,18 @@ def test_long_sequences_stay_bounded_under_gd_with_exact_errors(kind, memory, et
         y, _ = p.run(chunk_atlas, chunk_size=16)
     assert y.isfinite().all()
     assert y.abs().max() < 5 * p.v.abs().max()
+
+
+@pytest.mark.slow
+def test_a_gated_memory_needs_its_gain(monkeypatch):
+    """Why hidden steps are divided by it: the case above, without."""
+    monkeypatch.setattr(Chunk, "_gain", lambda self: torch.zeros_like(self.slope[..., 0]))
+    p = trained_like_problem(8192, "alternating", "gated")
+    p.gates["eta"].fill_(1.0)
+    p.gates["log_alpha"].mul_(0.01)
+    with torch.no_grad():
+        y, _ = p.run(chunk_atlas, chunk_size=16)
+    assert not y.abs().max() < 1e3 * p.v.abs().max()  # NaN counts as diverged
 
 
 @pytest.mark.parametrize("kind", ["repeated", "alternating"])
