@@ -220,33 +220,6 @@ def far_factors(scale, device, kernels: str) -> dict:
             "tensor": "factors", "error": error, "allowed": 1e-4, "passed": error <= 1e-4}  # fmt: skip
 
 
-def far_systems(scale, device, kernels: str) -> dict:
-    """As `far_factors`, for the triangular systems of the exact output errors."""
-    if device.type != "cuda" and kernels != "triton":
-        raise SkippedError("triangular systems are solved by PyTorch here: no kernel whose offsets could be short")
-    from atlas_hf.kernels.triangular_solve import unit_lower_solve
-
-    size, generator = 64, torch.Generator().manual_seed(0)
-    system = 0.1 * torch.randn(8, size, size, generator=generator).to(device)
-    rhs = torch.randn(8, size, 16, generator=generator).to(device)
-    count = scale.offsets // size**2 + 8
-    many, right = torch.zeros(count, size, size, device=device), torch.zeros(count, size, 16, device=device)
-    many[-8:], right[-8:] = system, rhs
-    found = unit_lower_solve(many, right)[-8:]
-    wanted = torch.linalg.solve_triangular(system.double(), rhs.double(), upper=False, unitriangular=True)
-    error = ((found - wanted).abs().max() / wanted.abs().max()).item()
-    return {
-        "case": "offsets of triangular systems",
-        "dtype": "float32",
-        "path": "triton",
-        "elements": many.numel(),
-        "tensor": "solution",
-        "error": error,
-        "allowed": 1e-4,
-        "passed": error <= 1e-4,
-    }
-
-
 @torch.no_grad()
 def far_scan(scale, device, kernels: str) -> dict:
     """A batch whose features are more than `2^31` numbers: its last row is the same as when it is alone."""
@@ -296,5 +269,4 @@ def cases(scale, device, kernels: str):
             lambda p=preset: recurrence(p, torch.float32, scale, device, kernels, "high"),
         )
     yield "offsets of Newton-Schulz", lambda: far_factors(scale, device, kernels)
-    yield "offsets of triangular systems", lambda: far_systems(scale, device, kernels)
     yield "offsets of the scan", lambda: far_scan(scale, device, kernels)

@@ -252,7 +252,7 @@ def test_the_choice_is_no_part_of_a_checkpoint(tmp_path):
 def test_info_says_which_path_would_run(monkeypatch, capsys, double, fake_gpu):
     def line(*flags):
         assert main(["info", "--size", "340M", *flags]) == 0
-        return next(x for x in capsys.readouterr().out.splitlines() if x.startswith("kernels"))
+        return next(x for x in capsys.readouterr().out.splitlines() if x.startswith("kernels "))
 
     assert line() == f"{'kernels':<22}torch (kernels='auto' and tensors on cpu)"
     assert "none: kernels='triton' cannot run: the tensors are on cpu" in line("--set", "kernels=triton")
@@ -263,3 +263,18 @@ def test_info_says_which_path_would_run(monkeypatch, capsys, double, fake_gpu):
     config = AtlasConfig.atlas("340M")
     assert (options.chunk_size, options.rule, num_matrices, window) == (8, "muon", 2, config.omega_window)
     assert widths == {"key_dim": 64, "value_dim": 64, "hidden_dim": 128, "features": 101}
+
+
+@pytest.mark.parametrize(
+    ("preset", "line"),
+    [
+        ("omeganet", "triton (kernels='auto' on cuda)"),
+        ("titans", "torch (momentum='carry' has no decoding kernel, 'restart' and 'none' have)"),
+        ("atlas_plus_plus", "torch (a memory of 3 matrices has no decoding kernel, one of 2 (mlp) has)"),
+    ],
+)
+def test_info_says_what_decodes(monkeypatch, capsys, fake_gpu, preset, line):
+    pytest.importorskip("triton", reason="Triton has no build for this platform", exc_type=ImportError)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["info", "--size", "340M", "--preset", preset]) == 0
+    assert f"{'kernels, decoding':<22}{line}" in capsys.readouterr().out.splitlines()

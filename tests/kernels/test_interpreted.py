@@ -18,6 +18,6 @@ def test_checks_pass(program):
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert finished.returncode == 0, finished.stdout[-6000:] + finished.stderr[-2000:]

@@ -51,21 +51,22 @@ def load_config(path: Path) -> AtlasConfig:
     return config
 
 
-def path_of(config: AtlasConfig) -> str:
-    """Which implementation would run this model's memory on this machine, and why."""
+def path_of(config: AtlasConfig, part: str) -> str:
+    """Which implementation would run this model's memory on this machine, and why; `part` as for `describe`."""
     own = {name: getattr(config, name) for name in RecurrenceOptions.__dataclass_fields__ if hasattr(config, name)}
     options = RecurrenceOptions(**own, newton_schulz_coefficients=COEFFICIENTS)
     shapes = memory_shapes(config)
     widths = {"key_dim": config.head_dim, "value_dim": config.head_dim, "features": shapes[-1][1]}
     widths["hidden_dim"] = shapes[0][1] if len(shapes) > 1 else 0
-    return describe(config.kernels, options, len(shapes), config.omega_window, **widths)
+    return describe(config.kernels, options, len(shapes), config.omega_window, part=part, **widths)
 
 
 def run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.model) if arguments.model else build_config(arguments)
     for name in SHOWN:
         print(f"{name:<22}{getattr(config, name)}")
-    print(f"{'kernels':<22}{path_of(config)}")
+    print(f"{'kernels':<22}{path_of(config, 'scan')}")
+    print(f"{'kernels, decoding':<22}{path_of(config, 'step')}")
     state = state_bytes(config)
     embeddings = embedding_parameters(config)
     total = parameter_count(config)

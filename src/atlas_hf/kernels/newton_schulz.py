@@ -9,9 +9,12 @@ import triton
 import triton.language as tl
 
 from atlas_hf.kernels.newton_schulz_tiles import advance, gram_gradients, identity, squared_norm, step_back, total
+from atlas_hf.modeling import newton_schulz as reference
 from atlas_hf.modeling.newton_schulz import COEFFICIENTS, EPS
 
 WIDEST = 64
+# On a tile of 64 the backward pass takes 288 KiB of shared memory, more than any GPU gives a block
+WIDEST_BACKWARD = 32
 WARPS = {16: 2, 32: 8, 64: 16}
 
 
@@ -192,7 +195,8 @@ def newton_schulz_factors(
     """The `C` in `NS_k(E^T X) = E^T C X`, as `modeling.newton_schulz.newton_schulz_factors` and equal to it to rounding.
 
     Args:
-        gram_e: `[..., R, R]`, `E E^T`, float32 or float64; R is at most `WIDEST`.
+        gram_e: `[..., R, R]`, `E E^T`, float32 or float64; R is at most `WIDEST`. Where gradients are taken and R exceeds
+            `WIDEST_BACKWARD`, PyTorch's twin runs.
         gram_x: `[..., R, R]`, `X X^T`, of the same dtype; broadcast against `gram_e`, and not copied where only its last
             leading axis is shared. Both symmetric.
 
@@ -212,6 +216,9 @@ def newton_schulz_factors(
     shared = gram_x.ndim > 2 and gram_x.shape[-3] == 1
     gram_x = gram_x.expand(*leading[:-1], 1 if shared else leading[-1], size, size) if leading else gram_x
     keep = torch.is_grad_enabled() and (gram_e.requires_grad or gram_x.requires_grad)
+    if keep and size > WIDEST_BACKWARD:
+        grams = (reference.precise(gram) for gram in (gram_e, gram_x))
+        return reference.newton_schulz_factors(*grams, steps, coefficients, eps).to(gram_e.dtype)
     result, _ = _factors(
         gram_e.reshape(-1, size, size).contiguous(),
         gram_x.reshape(-1, size, size).contiguous(),

@@ -18,7 +18,7 @@ from atlas_hf.modeling.recurrence_state import INNER_NORM_EPS
 WIDEST_HEAD = 256
 WIDEST_WINDOW = 16
 # Features and hidden units that are worked on at one time.
-AT_ONCE = 32
+AT_ONCE = 16
 NUM_WARPS = 8
 GATES = ("log_alpha", "eta", "log_theta")
 
@@ -104,7 +104,7 @@ class Step:
         self.plan = _as_text(
             **{"K": key_dim, "V": output.shape[1], "E": output.shape[2], "F": entry.shape[2], "R": slots},
             **{"KP": _padded(key_dim), "VP": _padded(output.shape[1]), "RP": _padded(slots), "CP": WIDEST_WINDOW},
-            **{"FB": AT_ONCE, "EB": AT_ONCE, "SB": 16, "WINDOW": window, "CHUNK": options.chunk_size},
+            **{"FB": AT_ONCE, "EB": AT_ONCE, "KB": 32, "SB": 16, "WINDOW": window, "CHUNK": options.chunk_size},
             **{"DEGREE": degree, "RANK": rank, "RANKP": _padded(rank)},
             **{"MUON": options.rule == "muon", "MOMENTUM": self.momentum, "INTERVAL": options.muon_interval},
             **{"HIDDEN_RATE": options.rates(output.shape[2])[1], "STEPS": options.newton_schulz_steps},

@@ -1,7 +1,8 @@
 """The program that takes one token of decoding, for one head of one row.
 
 Legend: K key width, V value width, E hidden width, F features, c window, b chunk, R = b + c - 1 slots, of which the window's
-tokens fill c. Names that end in P are widths of tiles; hidden units come EB at a time, features FB, slots SB.
+tokens fill c. Names that end in P are widths of tiles; hidden units come EB at a time, features FB, entries of keys KB, slots
+SB.
 
 The steps are those of `modeling/recurrence_step.py`. What one of them leaves for the next stands in the results, or in
 `scratch [B, H, 3, E]`: the key's hidden pre-activations, the query's by `M_0`, and by `D`.
@@ -53,7 +54,6 @@ def _insert(held, token, new, b, h, heads, row, column, here, R: tl.constexpr, W
     x = tl.load(held + place, mask=inside & (row[:, None] < R - 1), other=0.0)
     x = tl.where(here[:, None], tl.load(token + (b * heads + h) * WIDTH + column, mask=column < WIDTH, other=0.0), x)
     tl.store(new + ((b * R + row[:, None]) * heads + h) * WIDTH + column[None, :], x, mask=inside)
-    return x
 
 
 @triton.jit
@@ -150,6 +150,7 @@ def step_kernel(
     CP: tl.constexpr,
     FB: tl.constexpr,
     EB: tl.constexpr,
+    KB: tl.constexpr,
     SB: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -169,14 +170,14 @@ def step_kernel(
 ):
     b, h = tl.program_id(0).to(tl.int64) // heads, tl.program_id(0).to(tl.int64) % heads
     head = b * heads + h
-    row, at_k, at_v = tl.arange(0, RP), tl.arange(0, KP), tl.arange(0, VP)
+    row, at_v = tl.arange(0, RP), tl.arange(0, VP)
     seen = tl.load(position + b)
     phase = seen % CHUNK
     slot = WINDOW - 1 + phase
     here = row == slot
 
     # 1. The token takes its slot
-    keys = _insert(held_k, k, new_k, b, h, heads, row, at_k, here, R, K)
+    _insert(held_k, k, new_k, b, h, heads, row, tl.arange(0, KP), here, R, K)
     _insert(held_v, v, new_v, b, h, heads, row, at_v, here, R, V)
     alpha_log, rate, theta_log = tl.load(log_alpha + head), tl.load(eta + head), tl.load(log_theta + head)
     _insert_gate(held_log_alpha, alpha_log, new_log_alpha, b, h, heads, row, here, 0, R, 1)
@@ -189,7 +190,35 @@ def step_kernel(
         _insert_gate(held_gamma, gate, new_gamma, b, h, heads, row, here, j, R, WINDOW)
         weight += tl.where(row == slot - j, gate, 0.0)
 
-    # 2. Hidden pre-activations: the key's at the chunk's start; the query's, but for what the chunk has written. Errors of
+    tl.debug_barrier()
+
+    # 2. Inner products of the keys' features, in double precision as Newton-Schulz needs them
+    gram_keys, gram_query = tl.zeros((RP, RP), tl.float64), tl.zeros((RP,), tl.float32)
+    at_r = tl.arange(0, RANKP)
+    pk, pq = tl.zeros((RP, RANKP), tl.float64), tl.zeros((RANKP,), tl.float32)
+    for first in range(0, K, KB):
+        at_k = first + tl.arange(0, KB)
+        place = ((b * R + row[:, None]) * heads + h) * K + at_k[None, :]
+        keys = tl.load(new_k + place, mask=(row[:, None] < R) & (at_k[None, :] < K), other=0.0)
+        query = tl.load(q + head * K + at_k, mask=at_k < K, other=0.0)
+        wide = keys.to(tl.float64)
+        gram_keys += _dot(wide, tl.trans(wide))
+        gram_query += tl.sum(keys * query[None, :], 1)
+        if RANK > 0:
+            in_projection = (at_r[:, None] < RANK) & (at_k[None, :] < K)
+            p = tl.load(projection + h * RANK * K + at_r[:, None] * K + at_k[None, :], mask=in_projection, other=0.0)
+            pk += _dot(wide, tl.trans(p.to(tl.float64)))
+            pq += tl.sum(p * query[None, :], 1)
+    projected, projected_query = gram_keys, gram_query
+    if RANK > 0:
+        projected = _dot(pk, tl.trans(pk))
+        projected_query = tl.sum(pk.to(tl.float32) * pq[None, :], 1)
+    c = coefficients + h * (DEGREE + 1)
+    gram_query = _polynomial(gram_query, projected_query, c, DEGREE)
+    gram_keys = _polynomial(gram_keys, projected, c, DEGREE)
+    diagonal = tl.sum(tl.where(row[:, None] == row[None, :], gram_keys, 0.0), 1).to(tl.float32)
+
+    # 3. Hidden pre-activations: the key's at the chunk's start; the query's, but for what the chunk has written. Errors of
     # the window's tokens, oldest first, by the latest output matrix, but for what the chunk has written.
     recent = tl.arange(0, CP)
     of_slot = slot - (WINDOW - 1) + recent
@@ -232,7 +261,7 @@ def step_kernel(
         gain += tl.sum(slope * slope * lengths[None, :], 1)
     tl.debug_barrier()
 
-    # 3. What the chunk has written, slots by slots; the values; the normalised step
+    # 4. What the chunk has written, slots by slots; the values; the normalised step
     for first in range(0, R, SB):
         r = first + tl.arange(0, SB)
         gram = tl.zeros((CP, SB), tl.float32)
@@ -246,28 +275,11 @@ def step_kernel(
         errors -= _dot(gram, tl.load(offset_0 + place, mask=inside, other=0.0))
     values = new_v + ((b * R + of_slot[:, None]) * heads + h) * V + at_v[None, :]
     errors -= tl.load(values, mask=in_window[:, None] & (at_v[None, :] < V), other=0.0)
-    # Features of keys: inner products in double precision, as Newton-Schulz needs them
-    wide = keys.to(tl.float64)
-    gram_keys = _dot(wide, tl.trans(wide))
-    query = tl.load(q + head * K + at_k, mask=at_k < K, other=0.0)
-    gram_query = tl.sum(keys * query[None, :], 1)
-    projected, projected_query = gram_keys, gram_query
-    if RANK > 0:
-        at_r = tl.arange(0, RANKP)
-        in_projection = (at_r[:, None] < RANK) & (at_k[None, :] < K)
-        p = tl.load(projection + h * RANK * K + at_r[:, None] * K + at_k[None, :], mask=in_projection, other=0.0)
-        pk = _dot(wide, tl.trans(p.to(tl.float64)))
-        projected = _dot(pk, tl.trans(pk))
-        projected_query = tl.sum(pk.to(tl.float32) * tl.sum(p * query[None, :], 1)[None, :], 1)
-    c = coefficients + h * (DEGREE + 1)
-    gram_query = _polynomial(gram_query, projected_query, c, DEGREE)
-    gram_keys = _polynomial(gram_keys, projected, c, DEGREE)
-    diagonal = tl.sum(tl.where(row[:, None] == row[None, :], gram_keys, 0.0), 1).to(tl.float32)
     norm = tl.sum(tl.where(spread, diagonal[None, :], 0.0), 1)
     weight = tl.sum(tl.where(spread, weight[None, :], 0.0), 1)
     size_hidden = (norm + NORM_EPS) * tl.maximum(gain, 1.0)
 
-    # 4. Writes. The output matrix's:
+    # 5. Writes. The output matrix's:
     alpha = tl.exp(alpha_log)
     to_slots = tl.trans(spread.to(tl.float32))
     step_v = rate * _dot(to_slots, errors * (weight / (squares + NORM_EPS))[:, None])
@@ -306,7 +318,7 @@ def step_kernel(
             factor = factor / tl.sqrt(square)
     tl.debug_barrier()
 
-    # 5. The read
+    # 6. The read
     log_decay += alpha_log
     tl.store(new_log_a + head, log_decay)
     decay = tl.exp(log_decay)

@@ -58,18 +58,15 @@ def select_walk(
 def select_step(kernels: str, options: RecurrenceOptions, num_matrices: int, window: int, like: torch.Tensor, **widths):
     """The module that takes a token of decoding in one launch, or None. Arguments as for `select_walk`.
 
-    Decoding goes on where no kernel serves its options, on PyTorch: a line says so once.
-
     Raises:
-        ValueError: `"triton"` is asked for and cannot run here at all.
+        ValueError: as `select_walk`.
     """
-    module, _ = _choose(kernels, "step", like.device, like.dtype, lambda m: None)
-    if module is None:
-        return None
-    reason = module.supports(options, num_matrices, window, **widths)
-    if reason is not None:
+    module, reason = _choose(
+        kernels, "step", like.device, like.dtype, lambda m: m.supports(options, num_matrices, window, **widths)
+    )
+    if module is None and like.device.type == "cuda":
         _tell("torch for decoding", reason)
-    return module if reason is None else None
+    return module
 
 
 def select_factors(kernels: str, num_tokens: int, like: torch.Tensor):
@@ -95,12 +92,17 @@ def select_fused(kernels: str, like: torch.Tensor):
     return _choose(kernels, "fla_modules", like.device, like.dtype, lambda m: None)[0]
 
 
-def describe(kernels: str, options: RecurrenceOptions, num_matrices: int, window: int, **widths: int) -> str:
-    """The path that `chunk_atlas` takes on this machine, and why: a line for people. Arguments as for `select_walk`."""
+def describe(
+    kernels: str, options: RecurrenceOptions, num_matrices: int, window: int, *, part: str = "scan", **widths: int
+) -> str:
+    """The path that `chunk_atlas` takes on this machine, and why: a line for people. Arguments as for `select_walk`.
+
+    `part="step"`: that of decoding, in `step_atlas`.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         module, reason = _choose(
-            kernels, "scan", device, torch.float32, lambda m: m.supports(options, num_matrices, window, **widths)
+            kernels, part, device, torch.float32, lambda m: m.supports(options, num_matrices, window, **widths)
         )
     except ValueError as error:
         return f"none: {error}"

@@ -5,6 +5,7 @@ import torch
 from problems import make_problem
 
 from atlas_hf.kernels import newton_schulz as kernel
+from atlas_hf.modeling import recurrence_step
 from atlas_hf.modeling.newton_schulz import newton_schulz_factors
 from atlas_hf.ops import step_atlas
 
@@ -42,6 +43,11 @@ def test_equal_in_double_precision(tokens):
         result_and_gradients(kernel.newton_schulz_factors, *grams(tokens)),
         result_and_gradients(newton_schulz_factors, *grams(tokens)),
     )
+
+
+@pytest.mark.parametrize("tokens", [33, 64])
+def test_widest_tiles_without_gradients(tokens):
+    assert_equal([kernel.newton_schulz_factors(*grams(tokens))], [newton_schulz_factors(*grams(tokens))])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -113,6 +119,9 @@ def test_the_operators_keep_pytorchs_rules():
 @pytest.mark.parametrize("memory", ["mlp", "gated"])
 def test_decoding_uses_it(monkeypatch, memory):
     called = []
+    monkeypatch.setattr(
+        recurrence_step, "select_step", lambda *a, **widths: None
+    )  # as under "auto" where it has no kernel
     original = kernel.newton_schulz_factors
     monkeypatch.setattr(kernel, "newton_schulz_factors", lambda *a: called.append(1) or original(*a))
     problem = make_problem(memory, tokens=6, dtype=torch.float32)

@@ -4,11 +4,9 @@ import pytest
 import torch
 from problems import make_problem
 from transformers import StaticCache
-from transformers.testing_utils import CaptureLogger
 
 from atlas_hf import AtlasConfig, AtlasForCausalLM
 from atlas_hf.kernels import step as kernel
-from atlas_hf.modeling import dispatch
 from atlas_hf.ops import chunk_atlas, step_atlas
 
 OPTIONS = {
@@ -133,15 +131,11 @@ def test_gradients_and_residuals_are_pytorchs(launches):
         ({"chunk_size": 63}, "mlp", "exceeds 64"),
     ],
 )
-def test_what_it_cannot_do_runs_on_pytorch_and_is_told(monkeypatch, launches, options, memory, reason):
-    monkeypatch.setattr(dispatch, "_told", set())
-    dispatch.logger.setLevel("INFO")
+def test_what_it_cannot_do_is_refused(launches, options, memory, reason):
     problem = make_problem(memory, tokens=2, residual=False, dtype=torch.float32)
-    with torch.no_grad(), CaptureLogger(dispatch.logger) as captured:
-        y, _ = problem.run(step_atlas, kernels="triton", **options)
-        assert torch.equal(y, problem.run(step_atlas, kernels="torch", **options)[0])
+    with torch.no_grad(), pytest.raises(ValueError, match=f"kernels='triton' cannot run: .*{reason}.* or set kernels="):
+        problem.run(step_atlas, kernels="triton", **options)
     assert not launches
-    assert reason in captured.out
 
 
 def test_a_model_decodes_with_it(launches):

@@ -232,6 +232,7 @@ def chunk_backward(inputs, grads, memory, start, work, history, dy, d_memory, d_
         tl.debug_barrier()
     if plan.exact:
         solve_transposed(work, plan)
+        tl.debug_barrier()
         system_backward(inputs, grads, gram, d_gram, work, plan)
         tl.debug_barrier()
     first_errors_backward(inputs, grads, work, plan)
@@ -246,10 +247,13 @@ def chunk_backward(inputs, grads, memory, start, work, history, dy, d_memory, d_
         plan.value_dim, plan.entry_dim, plan.value_tile, plan.entry_tile, not plan.hebbian, plan.exact, plan,
     )  # fmt: skip
     if deep:
+        tl.debug_barrier()
         activations_of_keys_backward(grads, work, plan)
         tl.debug_barrier()
         hidden_of_keys_backward(grads, memory, work, plan)
+        tl.debug_barrier()
         start_of_output_backward(d_memory, d_start, memory, start, work, dy, plan)
+        tl.debug_barrier()
         hidden_grad = work + plan.at.d_hidden_k
         start_of_matrix_backward(
             inputs, grads, memory + plan.output_size, momentum + plan.output_size, d_memory + plan.output_size,

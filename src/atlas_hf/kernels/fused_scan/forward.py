@@ -183,6 +183,7 @@ def forward_kernel(
         elif chunk < last_end:
             take_chunk(inputs, memory, start, work, history, plan, False)
         if chunk < last_end:
+            tl.debug_barrier()
             weigh_errors(inputs, work, plan)
             tl.debug_barrier()
             end_of_chunk(inputs, memory, work, plan)

@@ -79,6 +79,7 @@ def take_chunk(inputs, memory, start, work, history, plan: tl.constexpr, with_re
         gram = gram_of_entry(inputs, history, plan)
         if plan.deep:
             keep_gram(work + plan.at.x, gram, plan)
+            tl.debug_barrier()
         step_errors(inputs, work, plan)
         tl.debug_barrier()
         errors = work + plan.at.stepped_errors
