@@ -1,13 +1,15 @@
 """`atlas-hf train`: what it writes, resuming, starting from a model, and refusals that leave nothing behind."""
 
 import json
+import shutil
 
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from atlas_hf import AtlasModel
 from atlas_hf.training import trainer as trainer_module
 from atlas_hf.training.tokenizer import train_tokenizer
 
@@ -116,6 +118,23 @@ def test_training_goes_on_from_a_model(trained, train_tiny, tmp_path):
     for key in before:
         torch.testing.assert_close(after[key], before[key], rtol=1e-4, atol=1e-6)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
+
+
+def test_training_goes_on_from_a_base_model(trained, train_tiny, tmp_path):
+    base = tmp_path / "input"
+    shutil.copytree(trained, base)
+    AtlasModel.from_pretrained(trained).save_pretrained(base)
+    outcome = train_tiny(tmp_path / "out", "--init-from", base, "--lr", 1e-9)
+    assert outcome.code == 0
+    assert "no lm_head.weight: the language modelling head starts anew" in outcome.out
+    before, after = weights(trained), weights(tmp_path / "out")
+    torch.testing.assert_close(after["model.norm.weight"], before["model.norm.weight"], rtol=1e-4, atol=1e-6)
+    state = load_file(base / "model.safetensors")
+    del state["norm.weight"]
+    save_file(state, base / "model.safetensors", {"format": "pt"})
+    refused = train_tiny(tmp_path / "again", "--init-from", base)
+    assert refused.code == 2
+    assert "lm_head.weight, model.norm.weight" in refused.err
 
 
 def test_a_saved_dataset_and_a_given_tokenizer(trained, train_tiny, tmp_path):

@@ -11,6 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from atlas_hf.modeling.configuration_atlas import PRESETS, SIZES, AtlasConfig
 from atlas_hf.training.errors import InputError
 
+HEAD = "lm_head.weight"
+# Names of weights that a message lists.
+NAMES_SHOWN = 5
+
 WIDTH_FLAGS = {
     "hidden_size": "model width",
     "num_hidden_layers": "blocks",
@@ -104,17 +108,31 @@ def innermost(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def load_model(path: Path) -> PreTrainedModel:
+def load_model(path: Path, *, to_train: bool = False) -> PreTrainedModel:
     """The causal language model saved in a folder.
 
+    `to_train`: the head may be missing, as in a base model; it then starts anew, and a line says so.
+
     Raises:
-        InputError: no folder, or nothing in it that loads.
+        InputError: no folder, nothing in it that loads, or a model without some of its weights.
     """
     check_model_folder(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+        model, found = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise InputError(f"the model in {path} cannot be loaded: {innermost(error)}") from error
+    missing = sorted(found["missing_keys"])
+    if to_train and missing == [HEAD]:
+        print(f"{path} has no {HEAD}: the language modelling head starts anew")
+    elif missing:
+        # Loading starts them at random, which no measurement and no text would show.
+        names = ", ".join(missing[:NAMES_SHOWN]) + (", ..." if len(missing) > NAMES_SHOWN else "")
+        remedy = f"train one with `atlas-hf train --init-from {path}`" if missing == [HEAD] else "save the model again"
+        raise InputError(
+            f"the model in {path} lacks {len(missing)} weight(s) of a causal language model ({names}): name a folder with "
+            f"all of them, or {remedy}"
+        )
+    return model
 
 
 def check_model_folder(path: Path) -> None:

@@ -215,7 +215,7 @@ def _run(arguments: argparse.Namespace, processes: Processes) -> None:
     else:
         corpus = _read(arguments)
     held_out = read_corpus(arguments.held_out, arguments.text_column).train if arguments.held_out else corpus.held_out
-    model = load_model(arguments.init_from) if arguments.init_from else None
+    model = load_model(arguments.init_from, to_train=True) if arguments.init_from else None
     tokenizer = _tokenizer(arguments, corpus.train)
     model = model or new_model(arguments, tokenizer)
     check_vocabulary(tokenizer, model.config.vocab_size)
