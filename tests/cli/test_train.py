@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import datasets
 import pytest
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from atlas_hf import AtlasModel
 from atlas_hf.training import trainer as trainer_module
+from atlas_hf.training.errors import InputError
+from atlas_hf.training.staging import staged
 from atlas_hf.training.tokenizer import train_tokenizer
 
 
@@ -207,6 +210,44 @@ def test_an_output_of_the_folder_one_stands_in(train_tiny, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path / "input")
     for output in (".", ""):
         assert_refused(train_tiny(output), tmp_path, "is the folder you are in")
+
+
+def test_outputs_that_cannot_be_replaced(train_tiny, tmp_path, monkeypatch):
+    (tmp_path / "input").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == tmp_path / "input")
+    assert_refused(train_tiny(tmp_path / "input"), tmp_path, tmp_path / "input", "is a mount point")
+    assert_refused(train_tiny("/"), tmp_path, "output / is the folder you are in, or above it")
+
+
+def test_an_output_that_is_a_link(tmp_path):
+    place, link = tmp_path / "input" / "runs", tmp_path / "out"
+    place.mkdir(parents=True)
+    link.symlink_to(place)
+    with staged(link) as folder:
+        assert folder == tmp_path / "input" / "runs.partial"
+        (folder / "run.json").write_text("{}")
+    assert link.is_symlink()
+    assert [path.name for path in (tmp_path / "input").iterdir()] == ["runs"]
+    assert (place / "run.json").exists()
+
+
+def test_a_finished_run_is_kept_whatever_happens_to_its_output(train_tiny, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(16, "Device or resource busy")
+
+    partial = tmp_path / "out.partial"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(
+            InputError, match=f"cannot be replaced: Device or resource busy; all was written to {partial}"
+        ):
+            with staged(tmp_path / "out") as folder:
+                (folder / "run.json").write_text('{"settings": {}, "losses": []}')
+    for flags in ((), ("--overwrite",), ("--resume",)):
+        outcome = train_tiny(tmp_path / "out", *flags)
+        assert outcome.code == 2
+        assert f"{partial} holds a finished run" in outcome.err
+    assert (partial / "run.json").exists()
 
 
 def test_a_tokenizer_larger_than_the_model(trained, train_tiny, tmp_path):
