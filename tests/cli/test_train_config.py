@@ -19,7 +19,7 @@ from atlas_hf.cli.train import training_options
 from atlas_hf.training import trainer as trainer_module
 from atlas_hf.training.streams import StreamedBlocks, open_stream
 from atlas_hf.training.tokenizer import document_positions, load_tokenizer, packed_labels
-from atlas_hf.training.trainer import training_arguments
+from atlas_hf.training.trainer import TrainingOptions, training_arguments
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = {
@@ -84,6 +84,11 @@ def test_flags_override_the_file(from_yaml, text_file, tmp_path):
         ({"trainer": {"num_train_epochs": 2}}, ("num_train_epochs=2", "--max-steps")),
         ({"trainer": {"per_device_eval_batch_size": 4}}, ("per_device_eval_batch_size", "no effect")),
         ({"trainer": {"gradient_accumulation_steps": 3}}, ("batch_size=2", "gradient_accumulation_steps=3")),
+        ({"trainer": {"gradient_accumulation_steps": 0.5}}, ("gradient_accumulation_steps=0.5", "a whole number")),
+        ({"trainer": {"max_grad_norm": True}}, ("max_grad_norm=True", "a number")),
+        ({"trainer": {"bf16": "perhaps"}}, ("bf16='perhaps'", "true or false")),
+        ({"trainer": {"bf16": None}}, ("bf16=None", "true or false")),
+        ({"trainer": {"data_seed": "a"}}, ("data_seed='a'", "a whole number")),
         ({"trainer": {"lr_scheduler_type": "stairs"}}, ("lr_scheduler_type='stairs'",)),
         ({"output": None}, ("no output", "--output")),
         ({"texts": None}, ("no texts", "--dataset")),
@@ -117,6 +122,19 @@ def test_numbers_as_yaml_reads_them(tmp_path):
     assert values["lr"] == 1e-3
     assert dict(values["set"]) == {"learning_rate_init": 0.1, "memory": "gated"}
     assert dict(values["trainer"]) == {"max_grad_norm": 0.5}
+
+
+def test_fields_of_the_trainer_have_the_types_that_it_declares(tmp_path):
+    """Whatever is no JSON reaches it as a text: `False` would switch a field on, `.5` fail in the midst of a run."""
+    texts = {"bf16": "False", "dataloader_drop_last": "TRUE", "max_grad_norm": ".5", "adam_beta1": "9e-1"}
+    texts |= {"data_seed": "None", "torch_empty_cache_steps": 5.0, "tf32": "false", "lr_scheduler_type": "linear"}
+    texts |= {"run_name": "False", "gradient_accumulation_steps": "+2"}
+    made = training_arguments(TrainingOptions(extra=texts), tmp_path)
+    assert (made.bf16, made.dataloader_drop_last, made.tf32) == (False, True, False)
+    assert (made.max_grad_norm, made.adam_beta1, made.data_seed) == (0.5, 0.9, None)
+    assert (made.torch_empty_cache_steps, made.gradient_accumulation_steps) == (5, 2)
+    assert (made.lr_scheduler_type, made.run_name) == ("linear", "False")
+    assert type(made.torch_empty_cache_steps) is int
 
 
 def test_muon_and_fields_of_the_trainer(from_yaml, text_file, tmp_path, monkeypatch):
