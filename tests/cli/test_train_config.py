@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -45,6 +46,15 @@ def from_yaml(atlas, tmp_path):
         return atlas("train", *flags, "--config", path)
 
     return call
+
+
+class OnePass(StreamedBlocks):
+    """Ends where blocks would come again."""
+
+    number = 0
+
+    def __iter__(self):
+        return self.one_pass(self.number)
 
 
 def weights(folder):
@@ -201,7 +211,7 @@ def test_loading_in_workers_reads_every_document_once(trained, documents, tmp_pa
     rows = open_stream(paths, None, None, "text", hold_out=False).train
     tokenizer = load_tokenizer(trained)
     # Blocks of one token: nothing is left over at the end of a worker's part.
-    blocks = StreamedBlocks(rows, tokenizer, 1, packed=False, seed=0)
+    blocks = OnePass(rows, tokenizer, 1, packed=False, seed=0)
     for workers in (0, 2):
         loader = torch.utils.data.DataLoader(blocks, batch_size=1, num_workers=workers)
         ids = [int(batch["input_ids"]) for batch in loader]
@@ -276,6 +286,42 @@ def test_a_stream_resumes_to_the_same_weights(from_yaml, documents, tmp_path, mo
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-6, atol=1e-7)
 
 
+def test_a_stream_resumes_to_the_same_weights_in_a_later_pass(from_yaml, documents, tmp_path, monkeypatch):
+    """Ten documents give some four steps a pass."""
+    datasets.Dataset.from_dict({"text": documents[:10]}).to_json(tmp_path / "rows.jsonl")
+    (tmp_path / "held_out.txt").write_text(" ".join(documents[10:20]))
+    changes = {"texts": [str(tmp_path / "rows.jsonl")], "held_out": [str(tmp_path / "held_out.txt")], "stream": True}
+    changes |= {"save_steps": 5, "max_steps": 12, "batch_size": 4, "seed": 3}
+    assert from_yaml(output=str(tmp_path / "whole"), **changes).code == 0
+
+    class Interrupted(trainer_module.Trainer):
+        def training_step(self, *args, **kwargs):
+            if self.state.global_step == 11:
+                raise KeyboardInterrupt
+            return super().training_step(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "Trainer", Interrupted)
+        assert from_yaml(output=str(tmp_path / "cut"), **changes).code == 130
+    assert from_yaml("--resume", output=str(tmp_path / "cut"), **changes).code == 0
+    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    for name in whole:
+        torch.testing.assert_close(cut[name], whole[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_stream_passes_over_its_documents_in_another_order_each_time(trained, documents, tmp_path):
+    datasets.Dataset.from_dict({"text": documents[:20]}).to_json(tmp_path / "rows.jsonl")
+    rows = open_stream([tmp_path / "rows.jsonl"], None, None, "text", hold_out=False).train
+    tokenizer = load_tokenizer(trained)
+    blocks = StreamedBlocks(rows, tokenizer, 1, packed=False, seed=0)
+    size = sum(len(tokenizer(text)["input_ids"]) + 1 for text in documents[:20])
+    ids = [int(block["input_ids"]) for block in islice(blocks, 2 * size)]
+    assert Counter(ids[:size]) == Counter(ids[size:])
+    assert ids[:size] != ids[size:]
+    # Nothing to pass over ends the passes
+    assert list(StreamedBlocks(rows.filter(lambda row: False), tokenizer, 1, packed=False, seed=0)) == []
+
+
 def test_documents_of_parquet_and_of_a_named_dataset_in_memory(from_yaml, documents, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -314,7 +360,7 @@ def test_all_examples_are_tested():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_held_out_document_is_trained_on(trained, documents, tmp_path, workers):
-    """Over several epochs, whatever order the shards come in."""
+    """Over several passes, whatever order the shards come in."""
     paths = []
     for i, text in enumerate(documents):
         paths.append(tmp_path / f"{i:03}.txt")
@@ -322,12 +368,12 @@ def test_no_held_out_document_is_trained_on(trained, documents, tmp_path, worker
     stream, tokenizer = open_stream(paths, None, None, "text", hold_out=True), load_tokenizer(trained)
     held_out = stream.held_out_texts()
     assert 0 < len(held_out) < len(documents) / 4
-    blocks = StreamedBlocks(stream.train, tokenizer, 1, packed=False, seed=0)
+    blocks = OnePass(stream.train, tokenizer, 1, packed=False, seed=0)
     expected = Counter()
     for text in set(documents) - set(held_out):
         expected.update([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-    for epoch in range(2):
-        blocks.set_epoch(epoch)
+    for number in range(2):
+        blocks.number = number
         loader = torch.utils.data.DataLoader(blocks, batch_size=1, num_workers=workers)
         assert Counter(int(batch["input_ids"]) for batch in loader) == expected
 
@@ -338,7 +384,7 @@ def test_documents_without_text_are_left_out(tmp_path, trained):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     stream, tokenizer = open_stream([path], None, None, "text", hold_out=False), load_tokenizer(trained)
     assert stream.sample() == ["one", "two"]
-    blocks = StreamedBlocks(stream.train, tokenizer, 1, packed=False, seed=0)
+    blocks = StreamedBlocks(stream.train, tokenizer, 1, packed=False, seed=0).one_pass(0)
     assert sum(int(block["input_ids"]) == tokenizer.eos_token_id for block in blocks) == 2
 
 

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import datasets
@@ -124,8 +124,8 @@ def _texts(rows: datasets.IterableDataset, text_column: str, source) -> datasets
 class StreamedBlocks(IterableDataset):
     """Blocks of `block_size` tokens from a stream of documents, each document ended by the end-of-text token.
 
-    Documents come in another order at every pass (a shuffled buffer, decided by `seed`). With `packed`, blocks say where
-    documents begin, and the memory starts anew there.
+    Without end: documents come again and again, in another order at every pass (a shuffled buffer, decided by `seed`). With
+    `packed`, blocks say where documents begin, and the memory starts anew there.
     """
 
     def __init__(
@@ -138,14 +138,22 @@ class StreamedBlocks(IterableDataset):
         seed: int,
     ):
         self.rows, self.tokenizer, self.block_size = rows, tokenizer, block_size
-        self.packed, self.seed, self.epoch = packed, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.packed, self.seed = packed, seed
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        # Passes are counted here: a resumed Trainer, which knows no length, would leave out batches of the first one only.
+        for number in count():
+            blocks = self.one_pass(number)
+            first = next(blocks, None)
+            if first is None:
+                return  # a worker that has no part of the source
+            yield first
+            yield from blocks
+
+    def one_pass(self, number: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The blocks of all documents once, in the order of that pass; what fills no block at its end is left out."""
         end, held = self.tokenizer.eos_token_id, []
-        rows = iter(self.rows.shuffle(seed=self.seed + self.epoch, buffer_size=SHUFFLED_DOCUMENTS))
+        rows = iter(self.rows.shuffle(seed=self.seed + number, buffer_size=SHUFFLED_DOCUMENTS))
         while batch := [row["text"] for row in islice(rows, 64)]:
             for ids in self.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
                 held += [*ids, end]
