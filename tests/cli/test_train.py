@@ -150,6 +150,20 @@ def test_a_saved_dataset_and_a_given_tokenizer(trained, train_tiny, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
 
 
+def test_of_a_saved_dataset_what_is_held_out_is_measured(train_tiny, tmp_path):
+    kinds = {"train": "A long walk by the sea. " * 9, "validation": "A short one. " * 40}
+    rows = {name: datasets.Dataset.from_dict({"text": [text]}) for name, text in kinds.items()}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "input")
+    (tmp_path / "same.txt").write_text(kinds["validation"], encoding="utf-8")
+    before = []
+    for held_out in (tmp_path / "input", tmp_path / "same.txt"):
+        outcome = train_tiny(tmp_path / held_out.stem / "out", "--max-steps", 1, "--held-out", held_out)
+        assert outcome.code == 0
+        run = json.loads((tmp_path / held_out.stem / "out" / "run.json").read_text())
+        before.append(run["perplexity"]["bigram"])
+    assert before[0] == before[1]
+
+
 def test_presets_reach_the_model(train_tiny, tmp_path):
     assert train_tiny(tmp_path / "out", "--preset", "omeganet").code == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())

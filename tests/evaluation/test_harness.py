@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 
+import datasets
 import pytest
 import torch
 from local_tasks import TASKS, TRAINED_AT, write_data
@@ -99,6 +100,15 @@ def test_command(model_folder, working_directory, capsys):
     assert main(small) == 0
     again = json.loads((working_directory / "small.json").read_text())["text"]
     assert again == pytest.approx(results["text"], rel=1e-4)
+
+
+def test_of_a_dataset_what_is_held_out_is_measured(model_folder, working_directory, capsys):
+    splits = {name: [f"The {name}."] * count for name, count in (("train", 5), ("test", 2))}
+    rows = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+    datasets.DatasetDict(rows).save_to_disk("saved")
+    assert main(["evaluate", "--model", str(model_folder), "--text", "saved", "--output", "results.json"]) == 0
+    assert "saved: measured on its split test" in capsys.readouterr().out
+    assert json.loads((working_directory / "results.json").read_text())["text"]["documents"] == 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from atlas_hf.evaluation.streaming import streamed_loss
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
 from atlas_hf.modeling.model_statistics import state_bytes
 from atlas_hf.training.errors import InputError
-from atlas_hf.training.texts import read_corpus
+from atlas_hf.training.texts import read_measured
 from atlas_hf.training.tokenizer import check_vocabulary, load_tokenizer
 
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _measure_texts(arguments: argparse.Namespace) -> dict[str, float]:
-    corpus = read_corpus(arguments.text, arguments.text_column)
+    documents = read_measured(arguments.text, arguments.text_column)
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
     if model.config.model_type != AtlasConfig.model_type:
         raise InputError(
@@ -79,7 +79,7 @@ def _measure_texts(arguments: argparse.Namespace) -> dict[str, float]:
     check_vocabulary(tokenizer, model.config.vocab_size)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     losses = []
-    for document in corpus.train:
+    for document in documents:
         ids = tokenizer(document, add_special_tokens=False, verbose=False, return_tensors="pt")["input_ids"][0]
         num_bytes = len(document.encode())
         losses.append(

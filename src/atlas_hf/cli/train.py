@@ -28,7 +28,7 @@ from atlas_hf.training.processes import ALONE, Processes, joined_processes
 from atlas_hf.training.run import Data, run_training
 from atlas_hf.training.staging import check_output, partial_folder
 from atlas_hf.training.streams import DocumentStream, StreamedBlocks, load_by_name, open_stream
-from atlas_hf.training.texts import HELD_OUT_SPLITS, Corpus, read_corpus, texts_of
+from atlas_hf.training.texts import HELD_OUT_SPLITS, Corpus, read_corpus, read_measured, texts_of
 from atlas_hf.training.tokenizer import (
     check_vocabulary,
     document_positions,
@@ -214,7 +214,7 @@ def _run(arguments: argparse.Namespace, processes: Processes) -> None:
             raise InputError("the stream has too few documents to hold any out: name a text with --held-out")
     else:
         corpus = _read(arguments)
-    held_out = read_corpus(arguments.held_out, arguments.text_column).train if arguments.held_out else corpus.held_out
+    held_out = read_measured(arguments.held_out, arguments.text_column) if arguments.held_out else corpus.held_out
     model = load_model(arguments.init_from, to_train=True) if arguments.init_from else None
     tokenizer = _tokenizer(arguments, corpus.train)
     model = model or new_model(arguments, tokenizer)
