@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from atlas_hf import AtlasModel
 from atlas_hf.training import trainer as trainer_module
 from atlas_hf.training.errors import InputError
-from atlas_hf.training.staging import staged
+from atlas_hf.training.staging import last_checkpoint, staged
 from atlas_hf.training.tokenizer import train_tokenizer
 
 
@@ -98,6 +98,10 @@ def test_an_interrupted_run_resumes_to_the_same_weights(train_tiny, tmp_path, mo
     changed = train_tiny(tmp_path / "cut", *flags, "--resume", "--lr", 0.5)
     assert changed.code == 2
     assert "lr=0.5 (was 0.002)" in changed.err
+    # Killed while it saved the next checkpoint
+    torn = tmp_path / "cut.partial" / "checkpoints" / "checkpoint-6"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"half")
     assert train_tiny(tmp_path / "cut", *flags, "--resume").code == 0
     assert not (tmp_path / "cut.partial").exists()
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
@@ -112,6 +116,21 @@ def test_an_interrupted_run_without_checkpoints_leaves_nothing(train_tiny, tmp_p
     monkeypatch.setattr("atlas_hf.training.run.train", stop)
     assert train_tiny(tmp_path / "out").code == 130
     assert {path.name for path in tmp_path.iterdir()} == {"story.txt"}
+
+
+def test_a_checkpoint_that_was_not_saved_whole_is_none(train_tiny, tmp_path):
+    checkpoints = tmp_path / "out.partial" / "checkpoints"
+    for number, state in ((8, '{"epoch": 1}'), (10, '{"epoch": 1}'), (12, '{"ep'), (14, None)):
+        (checkpoints / f"checkpoint-{number}").mkdir(parents=True)
+        if state is not None:
+            (checkpoints / f"checkpoint-{number}" / "trainer_state.json").write_text(state)
+    assert last_checkpoint(checkpoints) == checkpoints / "checkpoint-10"
+    for number in (8, 10):
+        shutil.rmtree(checkpoints / f"checkpoint-{number}")
+    (tmp_path / "out.partial" / "run.json").write_text("{}")
+    outcome = train_tiny(tmp_path / "out", "--resume")
+    assert outcome.code == 2
+    assert "no interrupted run to resume" in outcome.err
 
 
 def test_training_goes_on_from_a_model(trained, train_tiny, tmp_path):

@@ -21,6 +21,20 @@ def partial_folder(output: Path) -> Path:
     return output.with_name(output.name + ".partial")
 
 
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder that was saved whole: `Trainer` writes its own state last."""
+    found = [path for path in folder.glob("checkpoint-*") if _read(path / "trainer_state.json") is not None]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _read(path: Path):
+    """What a JSON file holds; `None` where there is none, or not a whole one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 def check_output(output: Path, *, overwrite: bool = False, resume: bool = False, overwritable: bool = True) -> None:
     """Look before the long work whether `staged` will be able to write.
 
@@ -52,12 +66,12 @@ def check_output(output: Path, *, overwrite: bool = False, resume: bool = False,
 
 
 def _check_partial(partial: Path, output: Path, overwrite: bool, resume: bool) -> None:
-    has_checkpoint = any((partial / CHECKPOINTS).glob("checkpoint-*"))
+    has_checkpoint = last_checkpoint(partial / CHECKPOINTS) is not None
     if partial.exists() and not (partial / RUN_FILE).exists():
         raise InputError(
             f"{partial} is needed while the run lasts, and holds something else: move it, or name another output"
         )
-    if _is_finished(partial):
+    if RESULTS in (_read(partial / RUN_FILE) or ()):
         raise InputError(f"{partial} holds a finished run that was not moved to {output}: move it there, or remove it")
     if resume and not has_checkpoint:
         raise InputError(
@@ -67,13 +81,6 @@ def _check_partial(partial: Path, output: Path, overwrite: bool, resume: bool) -
         raise InputError(
             f"{partial} holds an interrupted run: pass --resume to go on, --overwrite to drop it, or remove it"
         )
-
-
-def _is_finished(partial: Path) -> bool:
-    try:
-        return RESULTS in json.loads((partial / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
 
 
 @contextmanager
@@ -99,7 +106,7 @@ def staged(
     try:
         yield partial
     except BaseException:
-        if processes.is_main and not any((partial / CHECKPOINTS).glob("checkpoint-*")):
+        if processes.is_main and last_checkpoint(partial / CHECKPOINTS) is None:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     processes.wait()

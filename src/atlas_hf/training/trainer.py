@@ -17,6 +17,7 @@ from transformers.integrations import TensorBoardCallback
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.optimizer import MuonAdamW, split_parameters
 from atlas_hf.training.processes import ALONE, Processes
+from atlas_hf.training.staging import last_checkpoint
 from atlas_hf.training.tokenizer import packed_labels
 
 OPTIMIZERS = ("adamw", "muon")
@@ -253,7 +254,8 @@ def train(
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
     trainer.with_muon = options.optimizer == "muon"
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=resume)
+    checkpoint = last_checkpoint(folder) if resume else None
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     # Trainer switches the cache off in the configuration that is saved; generation would then be slow for every reader.
     model.config.use_cache = use_cache
     losses = [(entry["step"], float(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry]
