@@ -42,7 +42,8 @@ def save_memory(cache: Cache, path: str | Path, model: nn.Module | None = None) 
 
     Args:
         cache: a cache that has seen tokens, of any number of rows.
-        model: the model that filled it; adds a checksum of its weights to the file, which `load_memory` then compares.
+        model: the model that filled it; adds a checksum of its weights to the file, which `load_memory` then compares
+            (without those in 4 bits).
 
     Raises:
         TypeError: the cache is none of an Atlas model.
@@ -147,11 +148,24 @@ def _device_of(mixer: nn.Module) -> torch.device:
 
 def _checksum(base: nn.Module) -> str:
     total = hashlib.sha256()
-    for name in sorted(base.state_dict()):
-        owner, _, own_name = name.rpartition(".")
-        module = base.get_submodule(owner)
+    owners = {
+        f"{path}.{name}" if path else name: (m, name) for path, m in base.named_modules() for name in _own_state(m)
+    }
+    for name, (module, own_name) in sorted(owners.items()):
         total.update(name.encode())
         with align_module_device(module):  # fetches what is offloaded
-            tensor = getattr(module, own_name).detach().cpu()
+            tensor = _own_state(module)[own_name].detach().cpu()
         total.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
     return total.hexdigest()
+
+
+def _own_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's part of the state, without its children's; a layer in 8 bits has more in it than its attributes.
+
+    Weights in 4 bits are left out: bitsandbytes rearranges them at the first pass on some CPUs, and on being asked for their
+    state puts them back but in part, so that the model would compute something else from then on.
+    """
+    state = {}
+    if not hasattr(getattr(module, "weight", None), "quant_state"):
+        module._save_to_state_dict(state, "", False)
+    return state
