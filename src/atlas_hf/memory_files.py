@@ -47,18 +47,24 @@ def save_memory(cache: Cache, path: str | Path, model: nn.Module | None = None) 
 
     Raises:
         TypeError: the cache is none of an Atlas model.
-        ValueError: it has seen no tokens, or those of another model than `model`.
+        ValueError: it has seen no tokens, or those of another model than `model`, or nobody knows whose: a compiled model
+            leaves no trace of itself.
         FileNotFoundError: there is no folder of `path`.
     """
     _check_layers(cache)
     first = cache.layers[0]
     if not first.is_initialized:
         raise ValueError("the cache has seen no tokens, so there is no memory to save: pass it to a forward pass first")
-    origin = dict(first.origin)
+    origin = getattr(first, "origin", None)
+    if origin is None and model is None:
+        raise ValueError(
+            "the cache does not say which model filled it, as none does that a compiled model has filled: pass the model too"
+        )
     if model is not None:
         base = _base_of(model)
-        check_origin(origin, origin_of(base.config, base.norm.weight.dtype), "the cache")
-        origin["weights"] = _checksum(base)
+        of_model = origin_of(base.config, base.norm.weight.dtype)
+        check_origin(of_model if origin is None else origin, of_model, "the cache")
+        origin = {**of_model, "weights": _checksum(base)}
     tensors = {
         f"layers.{i}.{name}": state.detach().to("cpu", copy=True).contiguous()
         for i, layer in enumerate(cache.layers)

@@ -124,6 +124,21 @@ def test_other_weights_are_refused_where_the_file_knows_them(small_model, random
         load_memory(tmp_path / "memory.safetensors", other)
 
 
+@torch.no_grad()
+def test_a_compiled_models_memory_is_saved_with_the_model(small_model, random_ids, tmp_path, monkeypatch):
+    model, ids, path = small_model(num_hidden_layers=1), random_ids(1, 9), tmp_path / "memory.safetensors"
+    cache = DynamicCache(config=model.config)
+    with monkeypatch.context() as patch:
+        patch.setattr("atlas_hf.modeling.modeling_atlas.check_cache", lambda *cache: None)  # as in a graph
+        model(ids[:, :6], cache=cache)
+    with pytest.raises(ValueError, match=r"does not say which model filled it.*: pass the model too"):
+        save_memory(cache, path)
+    save_memory(cache, path, model)
+    assert torch.equal(model(ids[:, 6:], cache=load_memory(path, model)).logits, model(ids[:, 6:], cache=cache).logits)
+    with pytest.raises(ValueError, match=r"chunk_size=4 \(this model: 8\)"):
+        load_memory(path, small_model(chunk_size=8))
+
+
 class WithScales(torch.nn.Linear):
     """Its state has a tensor that is no attribute, as a layer in 8 bits has."""
 
