@@ -1,6 +1,8 @@
 """Reading texts, training tokenizers and cutting blocks."""
 
 import json
+import os
+import threading
 
 import datasets
 import pytest
@@ -26,6 +28,15 @@ def test_files_folders_and_json_give_documents_in_order(tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert read_corpus([tmp_path]).train == ["first", "second", "third", "fourth"]
     assert read_corpus([tmp_path / "b.txt", tmp_path / "a.txt"]).train == ["second", "first"]
+
+
+def test_a_pipe_is_a_text(tmp_path):
+    """As the shell's `<(zcat story.gz)` is."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("from a pipe",), daemon=True)
+    writer.start()
+    assert read_corpus([tmp_path / "pipe"]).train == ["from a pipe"]
+    writer.join()
 
 
 def test_another_column_of_a_json_file(tmp_path):

@@ -307,6 +307,8 @@ def test_a_tokenizer_larger_than_the_model(trained, train_tiny, tmp_path):
         (("--seed", 2**32), ("--seed", "2^32 - 1")),
         (("--lr", "fast"), ("--lr", "'fast'", "above 0")),
         (("--resume",), ("no interrupted run", "--save-steps")),
+        (("--held-out", "x" * 300), ("--held-out", f"'{'x' * 40}'... is no path: File name too long")),
+        (("--output", "x" * 250), ("cannot be written: File name too long", "name another folder")),
     ],
 )
 def test_settings_that_cannot_be_used(train_tiny, tmp_path, flags, parts):

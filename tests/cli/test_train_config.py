@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 import torch
 import yaml
@@ -18,7 +19,8 @@ from atlas_hf.cli.main import build_parser
 from atlas_hf.cli.options import build_config
 from atlas_hf.cli.train import training_options
 from atlas_hf.training import trainer as trainer_module
-from atlas_hf.training.streams import StreamedBlocks, open_stream
+from atlas_hf.training.errors import InputError
+from atlas_hf.training.streams import DocumentStream, StreamedBlocks, open_stream
 from atlas_hf.training.tokenizer import document_positions, load_tokenizer, packed_labels
 from atlas_hf.training.trainer import TrainingOptions, training_arguments
 
@@ -263,6 +265,40 @@ def test_streams(from_yaml, documents, tmp_path, kind, capsys):
     assert outcome.code == 0, outcome.err
     assert "a stream" in outcome.out
     assert [step for step, _ in json.loads((tmp_path / "out" / "run.json").read_text())["losses"]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [("", "holds no documents"), ('{"text": "one"}\n{"text": ', "JSON parse error: Invalid value. in row 1")],
+)
+def test_folders_of_data_that_cannot_be_read(from_yaml, tmp_path, content, part, stream):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text(content)
+    outcome = from_yaml(dataset=str(tmp_path / "data"), output=str(tmp_path / "out"), stream=stream)
+    assert outcome.code == 2
+    assert str(tmp_path / "data") in outcome.err
+    assert part in outcome.err
+
+
+def test_a_stream_of_texts_of_two_types(documents, tmp_path):
+    datasets.Dataset.from_dict({"text": documents[:60]}).to_json(tmp_path / "rows.jsonl")
+    large = datasets.Features({"text": datasets.Value("large_string")})
+    datasets.Dataset.from_dict({"text": documents[60:]}, features=large).to_parquet(tmp_path / "rows.parquet")
+    stream = open_stream([tmp_path / "rows.jsonl", tmp_path / "rows.parquet"], None, None, "text", hold_out=False)
+    assert stream.sample() == documents
+
+
+def test_a_stream_that_breaks_off_says_so(trained):
+    def rows():
+        yield {"text": "one"}
+        raise pyarrow.ArrowInvalid("JSON parse error")
+
+    broken = datasets.IterableDataset.from_generator(rows)
+    with pytest.raises(InputError, match="the stream cannot be read to its end: JSON parse error"):
+        DocumentStream(broken, broken).sample()
+    with pytest.raises(InputError, match="the stream cannot be read to its end: JSON parse error"):
+        list(StreamedBlocks(broken, load_tokenizer(trained), 1, packed=False, seed=0))
 
 
 def test_a_stream_resumes_to_the_same_weights(from_yaml, documents, tmp_path, monkeypatch):

@@ -5,11 +5,10 @@ A text is read through one cache, piece by piece: memory does not grow with it.
 
 import argparse
 import json
-from pathlib import Path
 
 import torch
 
-from atlas_hf.cli.options import check_model_folder, load_model, natural, positive_int
+from atlas_hf.cli.options import check_model_folder, load_model, natural, path, positive_int
 from atlas_hf.evaluation.harness import evaluate_tasks, scores
 from atlas_hf.evaluation.streaming import streamed_loss
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
@@ -20,18 +19,18 @@ from atlas_hf.training.tokenizer import check_vocabulary, load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, help="folder of model and tokenizer")
+    parser.add_argument("--model", type=path, required=True, help="folder of model and tokenizer")
     parser.add_argument("--tasks", nargs="+", default=[], help="tasks of lm-eval (needs the extra `eval`)")
-    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="folder of own task files for lm-eval")
+    parser.add_argument("--include-path", type=path, metavar="FOLDER", help="folder of own task files for lm-eval")
     parser.add_argument("--batch-size", type=positive_int, default=8, help="of the tasks; changes speed and no score")
     parser.add_argument("--num-fewshot", type=natural, help="examples before each question (default: the task's)")
     parser.add_argument("--limit", type=positive_int, help="use only so many documents of each task")
     parser.add_argument(
-        "--text", nargs="+", type=Path, default=[], help="texts to measure perplexity on, of any length"
+        "--text", nargs="+", type=path, default=[], help="texts to measure perplexity on, of any length"
     )
     parser.add_argument("--text-column", default="text", help="column of JSON files and datasets")
     parser.add_argument("--segment-size", type=positive_int, default=512, help="tokens of a text read at a time")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file to write the results to as well")
+    parser.add_argument("--output", type=path, metavar="FILE", help="JSON file to write the results to as well")
 
 
 def run(arguments: argparse.Namespace) -> None:

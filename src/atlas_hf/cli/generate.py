@@ -1,18 +1,17 @@
 """Continue a prompt with a trained model."""
 
 import argparse
-from pathlib import Path
 
 import torch
 from transformers import set_seed
 
-from atlas_hf.cli.options import fraction, load_model, natural, positive_float, positive_int, seed
+from atlas_hf.cli.options import fraction, load_model, natural, path, positive_float, positive_int, seed
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.tokenizer import check_vocabulary, load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, help="folder of model and tokenizer")
+    parser.add_argument("--model", type=path, required=True, help="folder of model and tokenizer")
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=positive_int, default=100, help="tokens to add")
     parser.add_argument(

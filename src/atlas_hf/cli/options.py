@@ -1,7 +1,9 @@
 """Flags that several commands share, and what they are turned into."""
 
 import argparse
+import errno
 import json
+import os
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -52,6 +54,15 @@ def _number(text, kind, allowed, wanted):
     if value is None or not allowed(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return value
+
+
+def path(text: str) -> Path:
+    try:
+        os.lstat(text)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}... is no path: {error.strerror}") from error
+    return Path(text)
 
 
 def assignment(text: str) -> tuple[str, object]:

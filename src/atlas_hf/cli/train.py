@@ -18,6 +18,7 @@ from atlas_hf.cli.options import (
     build_config,
     load_model,
     natural,
+    path,
     positive_float,
     positive_int,
     seed,
@@ -44,10 +45,10 @@ HELD_OUT_SHARE = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "texts", nargs="*", type=Path, help="text, JSON or parquet files, or folders of them or of a saved dataset"
+        "texts", nargs="*", type=path, help="text, JSON or parquet files, or folders of them or of a saved dataset"
     )
-    parser.add_argument("--config", type=Path, help="YAML file of these flags' names and values; flags override it")
-    parser.add_argument("--output", type=Path, help="folder to write model, tokenizer and report to; always needed")
+    parser.add_argument("--config", type=path, help="YAML file of these flags' names and values; flags override it")
+    parser.add_argument("--output", type=path, help="folder to write model, tokenizer and report to; always needed")
     parser.add_argument("--dataset", metavar="NAME", help="dataset on the Hub, or a folder of data files, by its name")
     parser.add_argument("--subset", metavar="NAME", help="configuration of --dataset")
     parser.add_argument(
@@ -59,15 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--held-out",
         nargs="+",
-        type=Path,
+        type=path,
         default=[],
         help="texts to measure perplexity on (default: the dataset's validation split, or else the last twentieth)",
     )
     parser.add_argument("--text-column", default="text", help="column of JSON files and datasets")
-    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use (default: train one)")
+    parser.add_argument("--tokenizer", type=path, help="folder of a tokenizer to use (default: train one)")
     parser.add_argument("--vocab-size", type=positive_int, default=2048, help="size of a tokenizer trained here")
     parser.add_argument(
-        "--init-from", type=Path, help="folder of a model to start from; the model flags are then ignored"
+        "--init-from", type=path, help="folder of a model to start from; the model flags are then ignored"
     )
     add_training_arguments(parser)
     parser.add_argument("--save-steps", type=natural, default=0, help="steps between checkpoints (0: none)")

@@ -66,6 +66,10 @@ def check_output(output: Path, *, overwrite: bool = False, resume: bool = False,
 
 
 def _check_partial(partial: Path, output: Path, overwrite: bool, resume: bool) -> None:
+    try:
+        partial.exists()
+    except OSError as error:
+        raise InputError(f"output {output} cannot be written: {error.strerror}; name another folder") from error
     has_checkpoint = last_checkpoint(partial / CHECKPOINTS) is not None
     if partial.exists() and not (partial / RUN_FILE).exists():
         raise InputError(

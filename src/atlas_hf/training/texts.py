@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 import datasets
+import pyarrow
 
 from atlas_hf.training.errors import InputError
 
@@ -14,6 +15,10 @@ JSON_SUFFIXES = (".json", ".jsonl")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 HELD_OUT_SPLITS = ("validation", "test")
+
+
+# What the `datasets` library raises for files that it cannot read.
+UNREADABLE = (OSError, ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetGenerationError)
 
 
 @dataclass
@@ -88,7 +93,7 @@ def _read_held_out_split(path: Path, text_column: str) -> list[str]:
 def _read_path(path: Path, text_column: str) -> Corpus:
     if not path.exists():
         raise InputError(f"{path} does not exist: check the path")
-    if path.is_file():
+    if not path.is_dir():  # a pipe too
         if builder_of(path) != "text":
             return Corpus(_read_records(path, text_column))
         return Corpus([_read_text(path)])
@@ -126,7 +131,7 @@ def _read_records(path: Path, text_column: str) -> list[str]:
     with tempfile.TemporaryDirectory() as cache:
         try:
             rows = datasets.load_dataset(builder_of(path), data_files=str(path), split="train", cache_dir=cache)
-        except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        except UNREADABLE as error:
             raise InputError(f"{path} cannot be read as {kind}: {error.__cause__ or error}") from error
         except StopIteration as error:  # what `datasets` raises for a file without a row
             raise InputError(f"{path} holds no text: name a file with text in it, or leave it out") from error
