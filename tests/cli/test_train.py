@@ -317,6 +317,13 @@ def test_settings_that_cannot_be_used(train_tiny, tmp_path, flags, parts):
     assert_refused(outcome, tmp_path, *parts)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can run")
+def test_kernels_that_cannot_run(train_tiny, tmp_path):
+    outcome = train_tiny(tmp_path / "out", "--set", "kernels=triton")
+    assert_refused(outcome, tmp_path, "kernels='triton' cannot run", "Triton needs a GPU", "'auto' or 'torch'")
+    assert outcome.out == ""
+
+
 def test_an_output_that_holds_something_is_kept(train_tiny, tmp_path):
     output = tmp_path / "out"
     output.mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from atlas_hf.cli.info import path_of
 from atlas_hf.cli.options import (
     add_model_arguments,
     assignment,
@@ -23,6 +24,7 @@ from atlas_hf.cli.options import (
     positive_int,
     seed,
 )
+from atlas_hf.modeling.dispatch import NO_PATH
 from atlas_hf.modeling.modeling_atlas import AtlasForCausalLM
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.processes import ALONE, Processes, joined_processes
@@ -126,6 +128,9 @@ def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase,
         pad_token_id=None if pad == tokenizer.eos_token_id else pad,
         **fields,
     )
+    path = path_of(config)
+    if path.startswith(NO_PATH):
+        raise InputError(f"the model's configuration is refused: {path.removeprefix(NO_PATH)}")
     set_seed(arguments.seed)
     return AtlasForCausalLM(config)
 
