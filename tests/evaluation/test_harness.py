@@ -102,6 +102,15 @@ def test_command(model_folder, working_directory, capsys):
     assert again == pytest.approx(results["text"], rel=1e-4)
 
 
+def test_a_task_without_its_data(model_folder, working_directory, capsys):
+    (working_directory / "choice.jsonl").unlink()
+    arguments = ["evaluate", "--model", str(model_folder), "--tasks", NAMES[0], "--include-path", str(TASKS)]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f"the data of {NAMES[0]} cannot be loaded" in error
+    assert "choice.jsonl" in error
+
+
 def test_of_a_dataset_what_is_held_out_is_measured(model_folder, working_directory, capsys):
     splits = {name: [f"The {name}."] * count for name, count in (("train", 5), ("test", 2))}
     rows = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
