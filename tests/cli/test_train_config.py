@@ -56,6 +56,8 @@ def test_flags_override_the_file(from_yaml, text_file, tmp_path):
         ({"trainer": {"learning_rate": 1}}, ("learning_rate=1", "--lr")),
         ({"trainer": {"num_train_epochs": 2}}, ("num_train_epochs=2", "--max-steps")),
         ({"trainer": {"per_device_eval_batch_size": 4}}, ("per_device_eval_batch_size", "no effect")),
+        ({"trainer": {"eval_on_start": True}}, ("eval_on_start", "no effect")),
+        ({"trainer": {"save_strategy": "no"}, "save_steps": 1}, ("save_strategy='no'", "--save-steps")),
         ({"trainer": {"gradient_accumulation_steps": 3}}, ("batch_size=2", "gradient_accumulation_steps=3")),
         ({"trainer": {"gradient_accumulation_steps": 0.5}}, ("gradient_accumulation_steps=0.5", "a whole number")),
         ({"trainer": {"max_grad_norm": True}}, ("max_grad_norm=True", "a number")),

@@ -28,12 +28,19 @@ DECIDED = {
     "learning_rate": "--lr",
     "seed": "--seed",
     "save_steps": "--save-steps",
+    "save_strategy": "--save-steps",
     "output_dir": "--output",
     "report_to": "--tensorboard",
     "num_train_epochs": "--max-steps",
 }
 # Fields that only an evaluation by `Trainer` would read; a run measures its held-out text itself.
-WITHOUT_EFFECT = ("per_device_eval_batch_size", "eval_strategy", "eval_steps", "load_best_model_at_end")
+WITHOUT_EFFECT = (
+    "per_device_eval_batch_size",
+    "eval_strategy",
+    "eval_steps",
+    "eval_on_start",
+    "load_best_model_at_end",
+)
 
 
 FIELD_TYPES = typing.get_type_hints(TrainingArguments)
