@@ -35,7 +35,7 @@ def test_sampling_follows_its_seed_and_flags(atlas, trained):
     greedy = sample("--greedy")
     assert sample("--top-k", 1, "--seed", 3) == greedy
     assert sample("--top-p", 1e-9, "--seed", 3) == greedy
-    assert sample("--temperature", 1e-4, "--seed", 3) == greedy
+    assert sample("--temperature", 1e-6, "--seed", 3) == greedy
 
 
 def refused(outcome, *parts):
@@ -103,7 +103,8 @@ def test_a_contradictory_configuration_names_the_field(atlas, trained, tmp_path)
         (("--prompt", "\udcff"), "--prompt is not UTF-8"),
         (("--prompt", "a", "--seed", "4294967296"), "'4294967296' is not a whole number from 0 to 2^32 - 1"),
         (("--prompt", "a", "--top-p", "1.5"), "'1.5' is not a number above 0 and up to 1"),
-        (("--prompt", "a", "--temperature", "0"), "'0' is not a number above 0"),
+        (("--prompt", "a", "--temperature", "0"), "'0' is not a number of at least 1e-6"),
+        (("--prompt", "a", "--temperature", "1e-40"), "'1e-40' is not a number of at least 1e-6"),
         (("--prompt", "a", "--max-new-tokens", "-1"), "'-1' is not a whole number"),
         ((), "--prompt"),
     ],

@@ -42,6 +42,11 @@ def positive_float(text: str) -> float:
     return _number(text, float, lambda value: 0 < value < float("inf"), "a number above 0")
 
 
+def temperature(text: str) -> float:
+    # Logits are divided by it: far below this they would no longer be numbers.
+    return _number(text, float, lambda value: 1e-6 <= value < float("inf"), "a number of at least 1e-6")
+
+
 def fraction(text: str) -> float:
     return _number(text, float, lambda value: 0 < value <= 1, "a number above 0 and up to 1")
 
