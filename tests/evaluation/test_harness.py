@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from atlas_hf import AtlasForCausalLM
 from atlas_hf.cli.main import main
 from atlas_hf.evaluation.harness import evaluate_tasks, scores
-from atlas_hf.evaluation.streaming import streamed_loss
+from atlas_hf.evaluation.streaming import StreamedLoss, streamed_loss
 
 NAMES = ["atlas_local_choice", "atlas_local_written", "atlas_local_pages"]
 pytestmark = pytest.mark.slow
@@ -100,6 +100,15 @@ def test_command(model_folder, working_directory, capsys):
     assert main(small) == 0
     again = json.loads((working_directory / "small.json").read_text())["text"]
     assert again == pytest.approx(results["text"], rel=1e-4)
+
+
+def test_what_is_infinite_is_null(model_folder, working_directory, monkeypatch):
+    loss = StreamedLoss(1e9, 1, 8)
+    monkeypatch.setattr("atlas_hf.cli.evaluate.streamed_loss", lambda *arguments, **named: loss)
+    (working_directory / "novel.txt").write_text("The coach.")
+    assert main(["evaluate", "--model", str(model_folder), "--text", "novel.txt", "--output", "results.json"]) == 0
+    written = (working_directory / "results.json").read_text()
+    assert json.loads(written, parse_constant=pytest.fail)["text"]["perplexity"] is None
 
 
 def test_a_task_without_its_data(model_folder, working_directory, capsys):

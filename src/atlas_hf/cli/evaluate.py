@@ -4,7 +4,6 @@ A text is read through one cache, piece by piece: memory does not grow with it.
 """
 
 import argparse
-import json
 
 import torch
 
@@ -14,6 +13,7 @@ from atlas_hf.evaluation.streaming import streamed_loss
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
 from atlas_hf.modeling.model_statistics import state_bytes
 from atlas_hf.training.errors import InputError
+from atlas_hf.training.report import to_json
 from atlas_hf.training.texts import read_measured
 from atlas_hf.training.tokenizer import check_vocabulary, load_tokenizer
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
             shown = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
             print(f"{name:<28}{metric:<20}{shown:>14}")
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        arguments.output.write_text(to_json(results), encoding="utf-8")
 
 
 def _measure_texts(arguments: argparse.Namespace) -> dict[str, float]:
