@@ -42,22 +42,29 @@ def save_memory(cache: Cache, path: str | Path, model: nn.Module | None = None) 
 
     Args:
         cache: a cache that has seen tokens, of any number of rows.
-        model: the model that filled it; adds a checksum of its weights to the file, which `load_memory` then compares.
+        model: the model that filled it; adds a checksum of its weights to the file, which `load_memory` then compares
+            (without those in 4 bits).
 
     Raises:
         TypeError: the cache is none of an Atlas model.
-        ValueError: it has seen no tokens, or those of another model than `model`.
+        ValueError: it has seen no tokens, or those of another model than `model`, or nobody knows whose: a compiled model
+            leaves no trace of itself.
         FileNotFoundError: there is no folder of `path`.
     """
     _check_layers(cache)
     first = cache.layers[0]
     if not first.is_initialized:
         raise ValueError("the cache has seen no tokens, so there is no memory to save: pass it to a forward pass first")
-    origin = dict(first.origin)
+    origin = getattr(first, "origin", None)
+    if origin is None and model is None:
+        raise ValueError(
+            "the cache does not say which model filled it, as none does that a compiled model has filled: pass the model too"
+        )
     if model is not None:
         base = _base_of(model)
-        check_origin(origin, origin_of(base.config, base.norm.weight.dtype), "the cache")
-        origin["weights"] = _checksum(base)
+        of_model = origin_of(base.config, base.norm.weight.dtype)
+        check_origin(of_model if origin is None else origin, of_model, "the cache")
+        origin = {**of_model, "weights": _checksum(base)}
     tensors = {
         f"layers.{i}.{name}": state.detach().to("cpu", copy=True).contiguous()
         for i, layer in enumerate(cache.layers)
@@ -147,11 +154,24 @@ def _device_of(mixer: nn.Module) -> torch.device:
 
 def _checksum(base: nn.Module) -> str:
     total = hashlib.sha256()
-    for name in sorted(base.state_dict()):
-        owner, _, own_name = name.rpartition(".")
-        module = base.get_submodule(owner)
+    owners = {
+        f"{path}.{name}" if path else name: (m, name) for path, m in base.named_modules() for name in _own_state(m)
+    }
+    for name, (module, own_name) in sorted(owners.items()):
         total.update(name.encode())
         with align_module_device(module):  # fetches what is offloaded
-            tensor = getattr(module, own_name).detach().cpu()
+            tensor = _own_state(module)[own_name].detach().cpu()
         total.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
     return total.hexdigest()
+
+
+def _own_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's part of the state, without its children's; a layer in 8 bits has more in it than its attributes.
+
+    Weights in 4 bits are left out: bitsandbytes rearranges them at the first pass on some CPUs, and on being asked for their
+    state puts them back but in part, so that the model would compute something else from then on.
+    """
+    state = {}
+    if not hasattr(getattr(module, "weight", None), "quant_state"):
+        module._save_to_state_dict(state, "", False)
+    return state

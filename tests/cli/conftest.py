@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
+import yaml
 
 from atlas_hf.cli.main import main
 
@@ -18,6 +19,18 @@ TINY_MODEL = [
     *("--set", "chunk_size=4", "--set", "omega_window=2", "--set", "feature_rank=2"),
 ]
 TINY_TRAINING = ["--max-steps", "4", "--batch-size", "2", "--block-size", "16"]
+
+TINY_YAML = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "set": {"chunk_size": 4, "omega_window": 2, "feature_rank": 2},
+    "vocab_size": 300,
+    "max_steps": 4,
+    "batch_size": 2,
+    "block_size": 16,
+}
 
 
 @dataclass
@@ -57,6 +70,18 @@ def train_tiny(atlas, text_file):
 
     def call(output, *arguments, texts=(text_file,)) -> Outcome:
         return atlas("train", *texts, "--output", output, "--vocab-size", 300, *TINY_MODEL, *TINY_TRAINING, *arguments)
+
+    return call
+
+
+@pytest.fixture
+def from_yaml(atlas, tmp_path):
+    """`train --config` with tiny settings and `changes`; returns the outcome."""
+
+    def call(*flags, **changes):
+        path = tmp_path / "train.yaml"
+        path.write_text(yaml.safe_dump({**TINY_YAML, **changes}))
+        return atlas("train", *flags, "--config", path)
 
     return call
 

@@ -4,8 +4,10 @@ import json
 import shutil
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertLMHeadModel
 
+from atlas_hf import AtlasForSequenceClassification
 from atlas_hf.training.tokenizer import train_tokenizer
 
 PROMPT = "The landlord's daughter"
@@ -33,7 +35,7 @@ def test_sampling_follows_its_seed_and_flags(atlas, trained):
     greedy = sample("--greedy")
     assert sample("--top-k", 1, "--seed", 3) == greedy
     assert sample("--top-p", 1e-9, "--seed", 3) == greedy
-    assert sample("--temperature", 1e-4, "--seed", 3) == greedy
+    assert sample("--temperature", 1e-6, "--seed", 3) == greedy
 
 
 def refused(outcome, *parts):
@@ -62,9 +64,28 @@ def test_models_that_cannot_be_used(atlas, trained, tmp_path):
     refused(generate(broken), broken, "no tokenizer")
 
     other = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
-    BertModel(other).save_pretrained(tmp_path / "bert")
+    BertLMHeadModel(other).save_pretrained(tmp_path / "bert")
     train_tokenizer(["ab"], 258).save_pretrained(tmp_path / "bert")
     refused(generate(tmp_path / "bert"), "258 tokens", "vocab_size is 9")
+
+
+@pytest.mark.parametrize("missing", ["lm_head.weight", "model.norm.weight"])
+def test_weights_that_are_missing_are_not_made_up(atlas, trained, tmp_path, missing):
+    """By no command that only uses a model."""
+    folder, text = tmp_path / "model", tmp_path / "story.txt"
+    shutil.copytree(trained, folder)
+    text.write_text(PROMPT)
+    if missing == "lm_head.weight":
+        AtlasForSequenceClassification.from_pretrained(trained).save_pretrained(folder)
+    else:
+        state = load_file(folder / "model.safetensors")
+        del state[missing]
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+    refused(atlas("generate", "--model", folder, "--prompt", PROMPT), folder, "lacks 1 weight(s)", missing)
+    for flags in (("--text", text), ("--tasks", "any")):
+        refused(atlas("evaluate", "--model", folder, *flags), folder, "lacks 1 weight(s)", missing)
+    refused(atlas("export", tmp_path / "out", "--model", folder), folder, "lacks 1 weight(s)", missing)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_contradictory_configuration_names_the_field(atlas, trained, tmp_path):
@@ -82,7 +103,8 @@ def test_a_contradictory_configuration_names_the_field(atlas, trained, tmp_path)
         (("--prompt", "\udcff"), "--prompt is not UTF-8"),
         (("--prompt", "a", "--seed", "4294967296"), "'4294967296' is not a whole number from 0 to 2^32 - 1"),
         (("--prompt", "a", "--top-p", "1.5"), "'1.5' is not a number above 0 and up to 1"),
-        (("--prompt", "a", "--temperature", "0"), "'0' is not a number above 0"),
+        (("--prompt", "a", "--temperature", "0"), "'0' is not a number of at least 1e-6"),
+        (("--prompt", "a", "--temperature", "1e-40"), "'1e-40' is not a number of at least 1e-6"),
         (("--prompt", "a", "--max-new-tokens", "-1"), "'-1' is not a whole number"),
         ((), "--prompt"),
     ],

@@ -1,13 +1,16 @@
 """Baselines against hand calculations, the model's perplexity against its own logits."""
 
 import itertools
+import json
 import math
 
 import pytest
 import torch
 
 from atlas_hf import AtlasConfig, AtlasForCausalLM
+from atlas_hf.training.errors import InputError
 from atlas_hf.training.perplexity import bigram_perplexity, model_perplexity, unigram_perplexity
+from atlas_hf.training.report import to_json
 
 
 def test_bigram_is_add_a_tenth_over_the_targets_of_each_block():
@@ -80,3 +83,25 @@ def test_the_first_token_of_a_packed_document_is_nobodys_target():
     targets = log_probabilities.gather(-1, blocks[:, 1:, None])[..., 0][positions[:, 1:] != 0]
     assert len(targets) == 14
     assert model_perplexity(model, blocks, 2, positions) == pytest.approx(math.exp(-targets.mean().item()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "positions"),
+    [(torch.zeros(0, 5, dtype=int), None), (torch.ones(3, 1, dtype=int), None), (torch.ones(2, 4), torch.zeros(2, 4))],
+)
+def test_nothing_to_predict(blocks, positions):
+    config = AtlasConfig(vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, chunk_size=4)
+    blocks, train = blocks.long(), torch.randint(0, 11, (50,))
+    for measure in (
+        lambda: model_perplexity(AtlasForCausalLM(config), blocks, 2, positions),
+        lambda: unigram_perplexity(train, blocks, 11, positions),
+        lambda: bigram_perplexity(train, blocks, 11, positions),
+    ):
+        with pytest.raises(InputError, match=r"the held-out text of shape \(\d, \d\) has no token to predict"):
+            measure()
+
+
+def test_results_are_json_whatever_they_are():
+    results = {"perplexity": math.inf, "losses": [(1, math.nan), (2, 0.5)], "steps": 3, "name": None}
+    written = json.loads(to_json(results), parse_constant=pytest.fail)
+    assert written == {"perplexity": None, "losses": [[1, None], [2, 0.5]], "steps": 3, "name": None}

@@ -1,6 +1,8 @@
 """Reading texts, training tokenizers and cutting blocks."""
 
 import json
+import os
+import threading
 
 import datasets
 import pytest
@@ -8,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from atlas_hf.training.errors import InputError
-from atlas_hf.training.texts import demo_texts, read_corpus
+from atlas_hf.training.texts import demo_texts, read_corpus, read_measured
 from atlas_hf.training.tokenizer import check_vocabulary, encode, load_tokenizer, to_blocks, train_tokenizer
 
 
@@ -26,6 +28,15 @@ def test_files_folders_and_json_give_documents_in_order(tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert read_corpus([tmp_path]).train == ["first", "second", "third", "fourth"]
     assert read_corpus([tmp_path / "b.txt", tmp_path / "a.txt"]).train == ["second", "first"]
+
+
+def test_a_pipe_is_a_text(tmp_path):
+    """As the shell's `<(zcat story.gz)` is."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("from a pipe",), daemon=True)
+    writer.start()
+    assert read_corpus([tmp_path / "pipe"]).train == ["from a pipe"]
+    writer.join()
 
 
 def test_another_column_of_a_json_file(tmp_path):
@@ -49,6 +60,27 @@ def test_saved_datasets_with_and_without_splits(tmp_path):
         read_corpus([tmp_path / "no_train"])
     with pytest.raises(InputError, match="does not hold strings"):
         read_corpus([tmp_path / "rows"], text_column="label")
+
+
+def test_what_is_held_out_is_measured(tmp_path, capsys):
+    def splits(**texts):
+        kinds = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in texts.items()}
+        return datasets.DatasetDict(kinds)
+
+    (tmp_path / "story.txt").write_text("a story", encoding="utf-8")
+    splits(train=["seen"], test=["later"], validation=["unseen"]).save_to_disk(tmp_path / "three")
+    splits(test=["later", ""]).save_to_disk(tmp_path / "one")
+    paths = [tmp_path / "story.txt", tmp_path / "three", tmp_path / "one"]
+    assert read_measured(paths) == ["a story", "unseen", "later"]
+    said = f"{paths[1]}: measured on its split validation\n{paths[2]}: measured on its split test\n"
+    assert capsys.readouterr().out.endswith(said)
+    splits(train=["seen"]).save_to_disk(tmp_path / "other")
+    with pytest.raises(InputError, match=f"splits train, none of validation, test .*such as {tmp_path}/other/train"):
+        read_measured([tmp_path / "other"])
+    assert read_measured([tmp_path / "other" / "train"]) == ["seen"]
+    splits(train=["seen"], test=[""]).save_to_disk(tmp_path / "empty")
+    with pytest.raises(InputError, match="holds no text in its split test"):
+        read_measured([tmp_path / "empty"])
 
 
 def test_a_tokenizer_keeps_every_byte_and_reloads(tmp_path):

@@ -1,14 +1,19 @@
 """`atlas-hf train`: what it writes, resuming, starting from a model, and refusals that leave nothing behind."""
 
 import json
+import shutil
+from pathlib import Path
 
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from atlas_hf import AtlasModel
 from atlas_hf.training import trainer as trainer_module
+from atlas_hf.training.errors import InputError
+from atlas_hf.training.staging import last_checkpoint, staged
 from atlas_hf.training.tokenizer import train_tokenizer
 
 
@@ -93,6 +98,10 @@ def test_an_interrupted_run_resumes_to_the_same_weights(train_tiny, tmp_path, mo
     changed = train_tiny(tmp_path / "cut", *flags, "--resume", "--lr", 0.5)
     assert changed.code == 2
     assert "lr=0.5 (was 0.002)" in changed.err
+    # Killed while it saved the next checkpoint
+    torn = tmp_path / "cut.partial" / "checkpoints" / "checkpoint-6"
+    torn.mkdir()
+    (torn / "model.safetensors").write_bytes(b"half")
     assert train_tiny(tmp_path / "cut", *flags, "--resume").code == 0
     assert not (tmp_path / "cut.partial").exists()
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
@@ -109,6 +118,21 @@ def test_an_interrupted_run_without_checkpoints_leaves_nothing(train_tiny, tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"story.txt"}
 
 
+def test_a_checkpoint_that_was_not_saved_whole_is_none(train_tiny, tmp_path):
+    checkpoints = tmp_path / "out.partial" / "checkpoints"
+    for number, state in ((8, '{"epoch": 1}'), (10, '{"epoch": 1}'), (12, '{"ep'), (14, None)):
+        (checkpoints / f"checkpoint-{number}").mkdir(parents=True)
+        if state is not None:
+            (checkpoints / f"checkpoint-{number}" / "trainer_state.json").write_text(state)
+    assert last_checkpoint(checkpoints) == checkpoints / "checkpoint-10"
+    for number in (8, 10):
+        shutil.rmtree(checkpoints / f"checkpoint-{number}")
+    (tmp_path / "out.partial" / "run.json").write_text("{}")
+    outcome = train_tiny(tmp_path / "out", "--resume")
+    assert outcome.code == 2
+    assert "no interrupted run to resume" in outcome.err
+
+
 def test_training_goes_on_from_a_model(trained, train_tiny, tmp_path):
     outcome = train_tiny(tmp_path / "out", "--init-from", trained, "--lr", 1e-9)
     assert outcome.code == 0
@@ -116,6 +140,23 @@ def test_training_goes_on_from_a_model(trained, train_tiny, tmp_path):
     for key in before:
         torch.testing.assert_close(after[key], before[key], rtol=1e-4, atol=1e-6)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
+
+
+def test_training_goes_on_from_a_base_model(trained, train_tiny, tmp_path):
+    base = tmp_path / "input"
+    shutil.copytree(trained, base)
+    AtlasModel.from_pretrained(trained).save_pretrained(base)
+    outcome = train_tiny(tmp_path / "out", "--init-from", base, "--lr", 1e-9)
+    assert outcome.code == 0
+    assert "no lm_head.weight: the language modelling head starts anew" in outcome.out
+    before, after = weights(trained), weights(tmp_path / "out")
+    torch.testing.assert_close(after["model.norm.weight"], before["model.norm.weight"], rtol=1e-4, atol=1e-6)
+    state = load_file(base / "model.safetensors")
+    del state["norm.weight"]
+    save_file(state, base / "model.safetensors", {"format": "pt"})
+    refused = train_tiny(tmp_path / "again", "--init-from", base)
+    assert refused.code == 2
+    assert "lm_head.weight, model.norm.weight" in refused.err
 
 
 def test_a_saved_dataset_and_a_given_tokenizer(trained, train_tiny, tmp_path):
@@ -126,6 +167,20 @@ def test_a_saved_dataset_and_a_given_tokenizer(trained, train_tiny, tmp_path):
     )
     assert outcome.code == 0
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
+
+
+def test_of_a_saved_dataset_what_is_held_out_is_measured(train_tiny, tmp_path):
+    kinds = {"train": "A long walk by the sea. " * 9, "validation": "A short one. " * 40}
+    rows = {name: datasets.Dataset.from_dict({"text": [text]}) for name, text in kinds.items()}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "input")
+    (tmp_path / "same.txt").write_text(kinds["validation"], encoding="utf-8")
+    before = []
+    for held_out in (tmp_path / "input", tmp_path / "same.txt"):
+        outcome = train_tiny(tmp_path / held_out.stem / "out", "--max-steps", 1, "--held-out", held_out)
+        assert outcome.code == 0
+        run = json.loads((tmp_path / held_out.stem / "out" / "run.json").read_text())
+        before.append(run["perplexity"]["bigram"])
+    assert before[0] == before[1]
 
 
 def test_presets_reach_the_model(train_tiny, tmp_path):
@@ -190,6 +245,44 @@ def test_an_output_of_the_folder_one_stands_in(train_tiny, tmp_path, monkeypatch
         assert_refused(train_tiny(output), tmp_path, "is the folder you are in")
 
 
+def test_outputs_that_cannot_be_replaced(train_tiny, tmp_path, monkeypatch):
+    (tmp_path / "input").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == tmp_path / "input")
+    assert_refused(train_tiny(tmp_path / "input"), tmp_path, tmp_path / "input", "is a mount point")
+    assert_refused(train_tiny("/"), tmp_path, "output / is the folder you are in, or above it")
+
+
+def test_an_output_that_is_a_link(tmp_path):
+    place, link = tmp_path / "input" / "runs", tmp_path / "out"
+    place.mkdir(parents=True)
+    link.symlink_to(place)
+    with staged(link) as folder:
+        assert folder == tmp_path / "input" / "runs.partial"
+        (folder / "run.json").write_text("{}")
+    assert link.is_symlink()
+    assert [path.name for path in (tmp_path / "input").iterdir()] == ["runs"]
+    assert (place / "run.json").exists()
+
+
+def test_a_finished_run_is_kept_whatever_happens_to_its_output(train_tiny, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(16, "Device or resource busy")
+
+    partial = tmp_path / "out.partial"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(
+            InputError, match=f"cannot be replaced: Device or resource busy; all was written to {partial}"
+        ):
+            with staged(tmp_path / "out") as folder:
+                (folder / "run.json").write_text('{"settings": {}, "losses": []}')
+    for flags in ((), ("--overwrite",), ("--resume",)):
+        outcome = train_tiny(tmp_path / "out", *flags)
+        assert outcome.code == 2
+        assert f"{partial} holds a finished run" in outcome.err
+    assert (partial / "run.json").exists()
+
+
 def test_a_tokenizer_larger_than_the_model(trained, train_tiny, tmp_path):
     train_tokenizer(["one two three four five six"] * 9, 320).save_pretrained(tmp_path / "input")
     large = train_tokenizer(["".join(chr(0x4E00 + i) for i in range(400))] * 3, 900)
@@ -214,12 +307,21 @@ def test_a_tokenizer_larger_than_the_model(trained, train_tiny, tmp_path):
         (("--seed", 2**32), ("--seed", "2^32 - 1")),
         (("--lr", "fast"), ("--lr", "'fast'", "above 0")),
         (("--resume",), ("no interrupted run", "--save-steps")),
+        (("--held-out", "x" * 300), ("--held-out", f"'{'x' * 40}'... is no path: File name too long")),
+        (("--output", "x" * 250), ("cannot be written: File name too long", "name another folder")),
     ],
 )
 def test_settings_that_cannot_be_used(train_tiny, tmp_path, flags, parts):
     outcome = train_tiny(tmp_path / "out", *flags)
     outcome.err = outcome.err.splitlines()[-1] + "\n"  # argparse prints the usage before its message
     assert_refused(outcome, tmp_path, *parts)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can run")
+def test_kernels_that_cannot_run(train_tiny, tmp_path):
+    outcome = train_tiny(tmp_path / "out", "--set", "kernels=triton")
+    assert_refused(outcome, tmp_path, "kernels='triton' cannot run", "Triton needs a GPU", "'auto' or 'torch'")
+    assert outcome.out == ""
 
 
 def test_an_output_that_holds_something_is_kept(train_tiny, tmp_path):

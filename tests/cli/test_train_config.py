@@ -1,14 +1,11 @@
-"""`atlas-hf train` from a YAML file, with Muon, packing, streams, TensorBoard and the trainer's own fields."""
+"""`atlas-hf train` from a YAML file, with Muon, packing, TensorBoard and the trainer's own fields."""
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -17,34 +14,10 @@ from atlas_hf.cli.main import build_parser
 from atlas_hf.cli.options import build_config
 from atlas_hf.cli.train import training_options
 from atlas_hf.training import trainer as trainer_module
-from atlas_hf.training.streams import StreamedBlocks, open_stream
-from atlas_hf.training.tokenizer import document_positions, load_tokenizer, packed_labels
-from atlas_hf.training.trainer import training_arguments
+from atlas_hf.training.tokenizer import document_positions, packed_labels
+from atlas_hf.training.trainer import TrainingOptions, training_arguments
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TINY = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "set": {"chunk_size": 4, "omega_window": 2, "feature_rank": 2},
-    "vocab_size": 300,
-    "max_steps": 4,
-    "batch_size": 2,
-    "block_size": 16,
-}
-
-
-@pytest.fixture
-def from_yaml(atlas, tmp_path):
-    """`train --config` with tiny settings and `changes`; returns the outcome."""
-
-    def call(*flags, **changes):
-        path = tmp_path / "train.yaml"
-        path.write_text(yaml.safe_dump({**TINY, **changes}))
-        return atlas("train", *flags, "--config", path)
-
-    return call
 
 
 def weights(folder):
@@ -83,7 +56,14 @@ def test_flags_override_the_file(from_yaml, text_file, tmp_path):
         ({"trainer": {"learning_rate": 1}}, ("learning_rate=1", "--lr")),
         ({"trainer": {"num_train_epochs": 2}}, ("num_train_epochs=2", "--max-steps")),
         ({"trainer": {"per_device_eval_batch_size": 4}}, ("per_device_eval_batch_size", "no effect")),
+        ({"trainer": {"eval_on_start": True}}, ("eval_on_start", "no effect")),
+        ({"trainer": {"save_strategy": "no"}, "save_steps": 1}, ("save_strategy='no'", "--save-steps")),
         ({"trainer": {"gradient_accumulation_steps": 3}}, ("batch_size=2", "gradient_accumulation_steps=3")),
+        ({"trainer": {"gradient_accumulation_steps": 0.5}}, ("gradient_accumulation_steps=0.5", "a whole number")),
+        ({"trainer": {"max_grad_norm": True}}, ("max_grad_norm=True", "a number")),
+        ({"trainer": {"bf16": "perhaps"}}, ("bf16='perhaps'", "true or false")),
+        ({"trainer": {"bf16": None}}, ("bf16=None", "true or false")),
+        ({"trainer": {"data_seed": "a"}}, ("data_seed='a'", "a whole number")),
         ({"trainer": {"lr_scheduler_type": "stairs"}}, ("lr_scheduler_type='stairs'",)),
         ({"output": None}, ("no output", "--output")),
         ({"texts": None}, ("no texts", "--dataset")),
@@ -117,6 +97,19 @@ def test_numbers_as_yaml_reads_them(tmp_path):
     assert values["lr"] == 1e-3
     assert dict(values["set"]) == {"learning_rate_init": 0.1, "memory": "gated"}
     assert dict(values["trainer"]) == {"max_grad_norm": 0.5}
+
+
+def test_fields_of_the_trainer_have_the_types_that_it_declares(tmp_path):
+    """Whatever is no JSON reaches it as a text: `False` would switch a field on, `.5` fail in the midst of a run."""
+    texts = {"bf16": "False", "dataloader_drop_last": "TRUE", "max_grad_norm": ".5", "adam_beta1": "9e-1"}
+    texts |= {"data_seed": "None", "torch_empty_cache_steps": 5.0, "tf32": "false", "lr_scheduler_type": "linear"}
+    texts |= {"run_name": "False", "gradient_accumulation_steps": "+2"}
+    made = training_arguments(TrainingOptions(extra=texts), tmp_path)
+    assert (made.bf16, made.dataloader_drop_last, made.tf32) == (False, True, False)
+    assert (made.max_grad_norm, made.adam_beta1, made.data_seed) == (0.5, 0.9, None)
+    assert (made.torch_empty_cache_steps, made.gradient_accumulation_steps) == (5, 2)
+    assert (made.lr_scheduler_type, made.run_name) == ("linear", "False")
+    assert type(made.torch_empty_cache_steps) is int
 
 
 def test_muon_and_fields_of_the_trainer(from_yaml, text_file, tmp_path, monkeypatch):
@@ -174,23 +167,6 @@ def test_without_tensorboard(train_tiny, tmp_path, monkeypatch):
     assert "pip install 'atlas-hf[train]'" in outcome.err
 
 
-@pytest.mark.parametrize("num_files", [1, 2])
-def test_loading_in_workers_reads_every_document_once(trained, documents, tmp_path, num_files):
-    paths = []
-    for i in range(num_files):
-        paths.append(tmp_path / f"{i}.parquet")
-        datasets.Dataset.from_dict({"text": documents[i::num_files]}).to_parquet(paths[-1])
-    rows = open_stream(paths, None, None, "text", hold_out=False).train
-    tokenizer = load_tokenizer(trained)
-    # Blocks of one token: nothing is left over at the end of a worker's part.
-    blocks = StreamedBlocks(rows, tokenizer, 1, packed=False, seed=0)
-    for workers in (0, 2):
-        loader = torch.utils.data.DataLoader(blocks, batch_size=1, num_workers=workers)
-        ids = [int(batch["input_ids"]) for batch in loader]
-        assert len(ids) == sum(len(tokenizer(text)["input_ids"]) + 1 for text in documents)
-        assert ids.count(tokenizer.eos_token_id) == len(documents)
-
-
 def test_positions_of_documents():
     blocks = torch.tensor([[5, 6, 9, 7, 9, 9, 8], [9, 5, 5, 5, 5, 5, 9]])
     assert document_positions(blocks, 9).tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
@@ -207,69 +183,6 @@ def test_packing_changes_what_is_learnt(from_yaml, tmp_path):
     for name, pack in (("plain", False), ("packed", True)):
         assert from_yaml(texts=[str(path)], output=str(tmp_path / name), pack=pack).code == 0
     assert not same(weights(tmp_path / "plain"), weights(tmp_path / "packed"))
-
-
-@pytest.fixture
-def documents():
-    return [f"A story of {i} days and {i * 7} nights, told at the inn." for i in range(120)]
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "folder by name"])
-def test_streams(from_yaml, documents, tmp_path, kind, capsys):
-    rows = datasets.Dataset.from_dict({"body": documents})
-    changes = {"text_column": "body", "stream": True, "pack": True}
-    (tmp_path / "data").mkdir()
-    if kind == "txt":
-        for i in range(0, 120, 4):
-            (tmp_path / "data" / f"{i}.txt").write_text("\n".join(documents[i : i + 4]))
-        changes["texts"] = sorted(map(str, (tmp_path / "data").iterdir()))
-    elif kind == "jsonl":
-        rows.to_json(tmp_path / "data" / "rows.jsonl")
-        changes["texts"] = [str(tmp_path / "data" / "rows.jsonl")]
-    else:
-        rows.to_parquet(tmp_path / "data" / "train.parquet")
-        changes["texts"] = [str(tmp_path / "data" / "train.parquet")]
-        if kind == "folder by name":
-            changes |= {"texts": None, "dataset": str(tmp_path / "data")}
-    outcome = from_yaml(output=str(tmp_path / "out"), **changes)
-    assert outcome.code == 0, outcome.err
-    assert "a stream" in outcome.out
-    assert [step for step, _ in json.loads((tmp_path / "out" / "run.json").read_text())["losses"]] == [1, 2, 3, 4]
-
-
-def test_a_stream_resumes_to_the_same_weights(from_yaml, documents, tmp_path, monkeypatch):
-    rows = datasets.Dataset.from_dict({"text": documents})
-    rows.to_parquet(tmp_path / "rows.parquet")
-    changes = {"texts": [str(tmp_path / "rows.parquet")], "stream": True, "save_steps": 2, "max_steps": 5}
-    assert from_yaml(output=str(tmp_path / "whole"), **changes).code == 0
-
-    class Interrupted(trainer_module.Trainer):
-        def training_step(self, *args, **kwargs):
-            if self.state.global_step == 3:
-                raise KeyboardInterrupt
-            return super().training_step(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "Trainer", Interrupted)
-        assert from_yaml(output=str(tmp_path / "cut"), **changes).code == 130
-    assert from_yaml("--resume", output=str(tmp_path / "cut"), **changes).code == 0
-    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
-    for name in whole:
-        torch.testing.assert_close(cut[name], whole[name], rtol=1e-6, atol=1e-7)
-
-
-def test_documents_of_parquet_and_of_a_named_dataset_in_memory(from_yaml, documents, tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    datasets.Dataset.from_dict({"text": documents}).to_parquet(folder / "train.parquet")
-    datasets.Dataset.from_dict({"text": documents[:40]}).to_parquet(folder / "validation.parquet")
-    outcome = from_yaml(dataset=str(folder), output=str(tmp_path / "a"))
-    assert outcome.code == 0, outcome.err
-    outcome = from_yaml(
-        *(folder / "train.parquet", "--held-out", folder / "validation.parquet"), output=str(tmp_path / "b")
-    )
-    assert outcome.code == 0, outcome.err
-    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
 @pytest.mark.parametrize("name", ["cpu", "one_gpu", "several_gpus"])
@@ -292,36 +205,6 @@ def test_examples_are_understood(name, tmp_path, monkeypatch):
 
 def test_all_examples_are_tested():
     assert {path.stem for path in EXAMPLES.iterdir()} == {"cpu", "one_gpu", "several_gpus", "accelerate_two_cpus"}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_no_held_out_document_is_trained_on(trained, documents, tmp_path, workers):
-    """Over several epochs, whatever order the shards come in."""
-    paths = []
-    for i, text in enumerate(documents):
-        paths.append(tmp_path / f"{i:03}.txt")
-        paths[-1].write_text(text)
-    stream, tokenizer = open_stream(paths, None, None, "text", hold_out=True), load_tokenizer(trained)
-    held_out = stream.held_out_texts()
-    assert 0 < len(held_out) < len(documents) / 4
-    blocks = StreamedBlocks(stream.train, tokenizer, 1, packed=False, seed=0)
-    expected = Counter()
-    for text in set(documents) - set(held_out):
-        expected.update([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-    for epoch in range(2):
-        blocks.set_epoch(epoch)
-        loader = torch.utils.data.DataLoader(blocks, batch_size=1, num_workers=workers)
-        assert Counter(int(batch["input_ids"]) for batch in loader) == expected
-
-
-def test_documents_without_text_are_left_out(tmp_path, trained):
-    rows = [{"text": None}] * 2 + [{"text": ""}] * 70 + [{"text": "one"}, {"text": None}, {"text": "two"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stream, tokenizer = open_stream([path], None, None, "text", hold_out=False), load_tokenizer(trained)
-    assert stream.sample() == ["one", "two"]
-    blocks = StreamedBlocks(stream.train, tokenizer, 1, packed=False, seed=0)
-    assert sum(int(block["input_ids"]) == tokenizer.eos_token_id for block in blocks) == 2
 
 
 def test_several_gpus_without_a_launcher_do_not_multiply_the_batch(from_yaml, text_file, tmp_path, monkeypatch):

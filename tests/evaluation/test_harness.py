@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 
+import datasets
 import pytest
 import torch
 from local_tasks import TASKS, TRAINED_AT, write_data
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 from atlas_hf import AtlasForCausalLM
 from atlas_hf.cli.main import main
 from atlas_hf.evaluation.harness import evaluate_tasks, scores
-from atlas_hf.evaluation.streaming import streamed_loss
+from atlas_hf.evaluation.streaming import StreamedLoss, streamed_loss
 
 NAMES = ["atlas_local_choice", "atlas_local_written", "atlas_local_pages"]
 pytestmark = pytest.mark.slow
@@ -99,6 +100,33 @@ def test_command(model_folder, working_directory, capsys):
     assert main(small) == 0
     again = json.loads((working_directory / "small.json").read_text())["text"]
     assert again == pytest.approx(results["text"], rel=1e-4)
+
+
+def test_what_is_infinite_is_null(model_folder, working_directory, monkeypatch):
+    loss = StreamedLoss(1e9, 1, 8)
+    monkeypatch.setattr("atlas_hf.cli.evaluate.streamed_loss", lambda *arguments, **named: loss)
+    (working_directory / "novel.txt").write_text("The coach.")
+    assert main(["evaluate", "--model", str(model_folder), "--text", "novel.txt", "--output", "results.json"]) == 0
+    written = (working_directory / "results.json").read_text()
+    assert json.loads(written, parse_constant=pytest.fail)["text"]["perplexity"] is None
+
+
+def test_a_task_without_its_data(model_folder, working_directory, capsys):
+    (working_directory / "choice.jsonl").unlink()
+    arguments = ["evaluate", "--model", str(model_folder), "--tasks", NAMES[0], "--include-path", str(TASKS)]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f"the data of {NAMES[0]} cannot be loaded" in error
+    assert "choice.jsonl" in error
+
+
+def test_of_a_dataset_what_is_held_out_is_measured(model_folder, working_directory, capsys):
+    splits = {name: [f"The {name}."] * count for name, count in (("train", 5), ("test", 2))}
+    rows = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+    datasets.DatasetDict(rows).save_to_disk("saved")
+    assert main(["evaluate", "--model", str(model_folder), "--text", "saved", "--output", "results.json"]) == 0
+    assert "saved: measured on its split test" in capsys.readouterr().out
+    assert json.loads((working_directory / "results.json").read_text())["text"]["documents"] == 2
 
 
 @pytest.mark.parametrize(

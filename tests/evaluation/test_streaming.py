@@ -63,6 +63,13 @@ def test_documents_are_read_by_themselves(model, long_ids):
     assert abs(whole.total - both.total) > 1e-3
 
 
+def test_bits_of_no_known_bytes(model, long_ids):
+    loss = streamed_loss(model, long_ids[:5], 0)
+    assert loss.perplexity > 1
+    with pytest.raises(ValueError, match="num_bytes=0: give the text's length"):
+        loss.bits_per_byte  # noqa: B018  # a property
+
+
 @pytest.mark.parametrize(("ids", "size"), [(torch.zeros(0, dtype=int), 4), (torch.zeros(1, 4, dtype=int), 4)])
 def test_refuses_what_is_no_text(model, ids, size):
     with pytest.raises(ValueError, match=r"ids must be \[N\] with N >= 1"):

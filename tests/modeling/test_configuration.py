@@ -93,6 +93,20 @@ def test_what_transformers_writes_and_accepts(tmp_path):
     assert AtlasConfig(**config.to_dict()).to_dict() == config.to_dict()
 
 
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    model = AtlasForCausalLM(AtlasConfig(**TINY))
+    model.config.my_note = "a"
+    for part in (model, model.config):
+        with pytest.raises(ValueError, match=r"unknown configuration field\(s\) my_note='a': remove or correct them"):
+            part.save_pretrained(tmp_path / "model")
+    assert not list(tmp_path.rglob("*.*"))
+    del model.config.my_note
+    model.config.tokenizer_class, model.config.sep_token_id = "PreTrainedTokenizerFast", 4
+    model.save_pretrained(tmp_path / "model")
+    loaded = AutoConfig.from_pretrained(tmp_path / "model")
+    assert (loaded.tokenizer_class, loaded.sep_token_id) == ("PreTrainedTokenizerFast", 4)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_round_trip(tmp_path, name):
     config = getattr(AtlasConfig, name)("170M", chunk_size=8, eos_token_id=[3, 4], residual_scale=0.25, hidden_rate=0.3)

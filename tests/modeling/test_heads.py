@@ -146,6 +146,32 @@ def test_trainer(small_config, random_ids, tmp_path, smoothing):
     assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", [AtlasForSequenceClassification, AtlasForTokenClassification])
+def test_classifiers_accumulate_gradients(small_config, random_ids, tmp_path, kind):
+    """Four passes over a row each learn what one pass over four rows does."""
+    ids, norms = random_ids(4, 9), []
+    labels = ids[:, 0] % 3 if kind is AtlasForSequenceClassification else ids % 3
+    data = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+    for passes in (1, 4):
+        torch.manual_seed(0)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=4 // passes,
+            gradient_accumulation_steps=passes,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = Trainer(model=kind(small_config(num_labels=3)), args=arguments, train_dataset=data)
+        trainer.train()
+        norms.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm")])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
 def test_base_model_output(small_config, random_ids):
     model = AtlasModel(small_config())
     output = model(random_ids(2, 5))

@@ -124,6 +124,44 @@ def test_other_weights_are_refused_where_the_file_knows_them(small_model, random
         load_memory(tmp_path / "memory.safetensors", other)
 
 
+@torch.no_grad()
+def test_a_compiled_models_memory_is_saved_with_the_model(small_model, random_ids, tmp_path, monkeypatch):
+    model, ids, path = small_model(num_hidden_layers=1), random_ids(1, 9), tmp_path / "memory.safetensors"
+    cache = DynamicCache(config=model.config)
+    with monkeypatch.context() as patch:
+        patch.setattr("atlas_hf.modeling.modeling_atlas.check_cache", lambda *cache: None)  # as in a graph
+        model(ids[:, :6], cache=cache)
+    with pytest.raises(ValueError, match=r"does not say which model filled it.*: pass the model too"):
+        save_memory(cache, path)
+    save_memory(cache, path, model)
+    assert torch.equal(model(ids[:, 6:], cache=load_memory(path, model)).logits, model(ids[:, 6:], cache=cache).logits)
+    with pytest.raises(ValueError, match=r"chunk_size=4 \(this model: 8\)"):
+        load_memory(path, small_model(chunk_size=8))
+
+
+class WithScales(torch.nn.Linear):
+    """Its state has a tensor that is no attribute, as a layer in 8 bits has."""
+
+    scale = 1.0
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "SCB"] = torch.full((3,), self.scale)
+
+
+def test_states_that_are_no_attributes_are_weights_too(small_model, random_ids, tmp_path):
+    model, path = small_model(), tmp_path / "memory.safetensors"
+    cache = read(model, random_ids(1, 6))
+    quantised = WithScales(16, 16, bias=False, dtype=torch.float64)
+    quantised.weight = model.model.layers[0].memory.q_proj.weight
+    model.model.layers[0].memory.q_proj = quantised
+    save_memory(cache, path, model)
+    load_memory(path, model)
+    quantised.scale = 2.0
+    with pytest.raises(ValueError, match="by a model of other weights"):
+        load_memory(path, model)
+
+
 def test_fields_that_do_not_touch_the_memory_may_differ(small_model, random_ids, tmp_path):
     cache = read(small_model(), random_ids(1, 6))
     save_memory(cache, tmp_path / "memory.safetensors")

@@ -7,6 +7,8 @@ from torch import nn
 from training_checks import PEFT_WARNING
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from atlas_hf import load_memory, save_memory
+
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="BITSANDBYTES IS NOT INSTALLED: quantisation was not tested")
 
 KINDS = {
@@ -43,6 +45,29 @@ def test_quantised(tiny_model, random_rows, tmp_path, kind):
     pieces = [first.logits] + [model(ids[:, t : t + 1], cache=first.cache).logits for t in range(9, 17)]
     torch.testing.assert_close(torch.cat(pieces, 1).float(), logits, rtol=2e-2, atol=2e-2 * logits.abs().max().item())
     assert model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None).shape == (2, 21)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_memory_in_a_file(tiny_model, random_rows, tmp_path, kind):
+    """Goes on with the same model before and after its first pass, is refused by other weights, and changes no weight."""
+    widths = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1}
+    models, path, ids = [], tmp_path / "memory.safetensors", torch.tensor(random_rows([17]))
+    for seed in (0, 0, 1):
+        tiny_model(seed, **widths).save_pretrained(tmp_path)
+        config = BitsAndBytesConfig(**KINDS[kind][0])
+        models.append(
+            AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu").eval()
+        )
+    model, same, other = models
+    output = model(ids, use_cache=True)
+    for _ in range(2):
+        save_memory(output.cache, path, model)
+        assert torch.equal(model(ids).logits, output.logits)
+    assert load_memory(path, same).get_seq_length() == 17
+    assert load_memory(path, model).get_seq_length() == 17
+    with pytest.raises(ValueError, match="by a model of other weights"):
+        load_memory(path, other)
 
 
 @PEFT_WARNING

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline, set_seed
 
-from atlas_hf.cli.options import add_model_arguments, positive_int
+from atlas_hf.cli.options import add_model_arguments, path, positive_int
 from atlas_hf.cli.train import (
     add_training_arguments,
     check_blocks,
@@ -31,7 +31,7 @@ FIELDS = {"chunk_size": 16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write to")
+    parser.add_argument("--output", type=path, default=Path("runs/demo"), help="folder to write to")
     parser.add_argument("--vocab-size", type=positive_int, default=2048, help="size of the tokenizer's vocabulary")
     parser.add_argument("--prompt", default=PROMPT, help="what the trained model is to continue")
     parser.add_argument("--characters", type=positive_int, help="use only so many characters of each novel")

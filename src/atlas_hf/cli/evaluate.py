@@ -4,34 +4,33 @@ A text is read through one cache, piece by piece: memory does not grow with it.
 """
 
 import argparse
-import json
-from pathlib import Path
 
 import torch
 
-from atlas_hf.cli.options import check_model_folder, load_model, natural, positive_int
+from atlas_hf.cli.options import check_model_folder, load_model, natural, path, positive_int
 from atlas_hf.evaluation.harness import evaluate_tasks, scores
 from atlas_hf.evaluation.streaming import streamed_loss
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
 from atlas_hf.modeling.model_statistics import state_bytes
 from atlas_hf.training.errors import InputError
-from atlas_hf.training.texts import read_corpus
+from atlas_hf.training.report import to_json
+from atlas_hf.training.texts import read_measured
 from atlas_hf.training.tokenizer import check_vocabulary, load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, help="folder of model and tokenizer")
+    parser.add_argument("--model", type=path, required=True, help="folder of model and tokenizer")
     parser.add_argument("--tasks", nargs="+", default=[], help="tasks of lm-eval (needs the extra `eval`)")
-    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="folder of own task files for lm-eval")
+    parser.add_argument("--include-path", type=path, metavar="FOLDER", help="folder of own task files for lm-eval")
     parser.add_argument("--batch-size", type=positive_int, default=8, help="of the tasks; changes speed and no score")
     parser.add_argument("--num-fewshot", type=natural, help="examples before each question (default: the task's)")
     parser.add_argument("--limit", type=positive_int, help="use only so many documents of each task")
     parser.add_argument(
-        "--text", nargs="+", type=Path, default=[], help="texts to measure perplexity on, of any length"
+        "--text", nargs="+", type=path, default=[], help="texts to measure perplexity on, of any length"
     )
     parser.add_argument("--text-column", default="text", help="column of JSON files and datasets")
     parser.add_argument("--segment-size", type=positive_int, default=512, help="tokens of a text read at a time")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file to write the results to as well")
+    parser.add_argument("--output", type=path, metavar="FILE", help="JSON file to write the results to as well")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -65,11 +64,11 @@ def run(arguments: argparse.Namespace) -> None:
             shown = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
             print(f"{name:<28}{metric:<20}{shown:>14}")
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        arguments.output.write_text(to_json(results), encoding="utf-8")
 
 
 def _measure_texts(arguments: argparse.Namespace) -> dict[str, float]:
-    corpus = read_corpus(arguments.text, arguments.text_column)
+    documents = read_measured(arguments.text, arguments.text_column)
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
     if model.config.model_type != AtlasConfig.model_type:
         raise InputError(
@@ -79,7 +78,7 @@ def _measure_texts(arguments: argparse.Namespace) -> dict[str, float]:
     check_vocabulary(tokenizer, model.config.vocab_size)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     losses = []
-    for document in corpus.train:
+    for document in documents:
         ids = tokenizer(document, add_special_tokens=False, verbose=False, return_tensors="pt")["input_ids"][0]
         num_bytes = len(document.encode())
         losses.append(

@@ -4,12 +4,11 @@ Everything is written to the folder when it is complete, and nothing before.
 """
 
 import argparse
-from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from atlas_hf.cli.options import load_model
+from atlas_hf.cli.options import load_model, path
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
 from atlas_hf.sharing import save_for_hub
 from atlas_hf.training.errors import InputError
@@ -18,8 +17,8 @@ from atlas_hf.training.tokenizer import check_vocabulary, load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", type=Path, help="folder to write to, new or empty")
-    parser.add_argument("--model", type=Path, required=True, help="folder of model and tokenizer")
+    parser.add_argument("output", type=path, help="folder to write to, new or empty")
+    parser.add_argument("--model", type=path, required=True, help="folder of model and tokenizer")
     parser.add_argument(
         "--with-code",
         action="store_true",

@@ -1,24 +1,23 @@
 """Continue a prompt with a trained model."""
 
 import argparse
-from pathlib import Path
 
 import torch
 from transformers import set_seed
 
-from atlas_hf.cli.options import fraction, load_model, natural, positive_float, positive_int, seed
+from atlas_hf.cli.options import fraction, load_model, natural, path, positive_int, seed, temperature
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.tokenizer import check_vocabulary, load_tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, help="folder of model and tokenizer")
+    parser.add_argument("--model", type=path, required=True, help="folder of model and tokenizer")
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=positive_int, default=100, help="tokens to add")
     parser.add_argument(
         "--greedy", action="store_true", help="always the likeliest token; the flags below then do nothing"
     )
-    parser.add_argument("--temperature", type=positive_float, default=0.8, help="below 1 sharper, above 1 flatter")
+    parser.add_argument("--temperature", type=temperature, default=0.8, help="below 1 sharper, above 1 flatter")
     parser.add_argument("--top-k", type=natural, default=50, help="sample among this many tokens (0: all)")
     parser.add_argument("--top-p", type=fraction, default=1.0, help="sample among the likeliest with this probability")
     parser.add_argument("--seed", type=seed, default=0, help="of the sampling")

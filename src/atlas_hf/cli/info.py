@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from atlas_hf.cli.options import add_model_arguments, build_config, check_model_folder, innermost
+from atlas_hf.cli.options import add_model_arguments, build_config, check_model_folder, innermost, path
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
 from atlas_hf.modeling.dispatch import describe
 from atlas_hf.modeling.model_statistics import (
@@ -29,7 +29,7 @@ SHOWN += ("muon_interval", "feature_degree", "feature_rank")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, help="folder of a model; the flags of the model are then ignored")
+    parser.add_argument("--model", type=path, help="folder of a model; the flags of the model are then ignored")
     add_model_arguments(parser)
 
 

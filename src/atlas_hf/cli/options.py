@@ -1,7 +1,9 @@
 """Flags that several commands share, and what they are turned into."""
 
 import argparse
+import errno
 import json
+import os
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -10,6 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atlas_hf.modeling.configuration_atlas import PRESETS, SIZES, AtlasConfig
 from atlas_hf.training.errors import InputError
+
+HEAD = "lm_head.weight"
+# Names of weights that a message lists.
+NAMES_SHOWN = 5
 
 WIDTH_FLAGS = {
     "hidden_size": "model width",
@@ -36,6 +42,11 @@ def positive_float(text: str) -> float:
     return _number(text, float, lambda value: 0 < value < float("inf"), "a number above 0")
 
 
+def temperature(text: str) -> float:
+    # Logits are divided by it: far below this they would no longer be numbers.
+    return _number(text, float, lambda value: 1e-6 <= value < float("inf"), "a number of at least 1e-6")
+
+
 def fraction(text: str) -> float:
     return _number(text, float, lambda value: 0 < value <= 1, "a number above 0 and up to 1")
 
@@ -48,6 +59,15 @@ def _number(text, kind, allowed, wanted):
     if value is None or not allowed(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return value
+
+
+def path(text: str) -> Path:
+    try:
+        os.lstat(text)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}... is no path: {error.strerror}") from error
+    return Path(text)
 
 
 def assignment(text: str) -> tuple[str, object]:
@@ -104,17 +124,31 @@ def innermost(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def load_model(path: Path) -> PreTrainedModel:
+def load_model(path: Path, *, to_train: bool = False) -> PreTrainedModel:
     """The causal language model saved in a folder.
 
+    `to_train`: the head may be missing, as in a base model; it then starts anew, and a line says so.
+
     Raises:
-        InputError: no folder, or nothing in it that loads.
+        InputError: no folder, nothing in it that loads, or a model without some of its weights.
     """
     check_model_folder(path)
     try:
-        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+        model, found = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise InputError(f"the model in {path} cannot be loaded: {innermost(error)}") from error
+    missing = sorted(found["missing_keys"])
+    if to_train and missing == [HEAD]:
+        print(f"{path} has no {HEAD}: the language modelling head starts anew")
+    elif missing:
+        # Loading starts them at random, which no measurement and no text would show.
+        names = ", ".join(missing[:NAMES_SHOWN]) + (", ..." if len(missing) > NAMES_SHOWN else "")
+        remedy = f"train one with `atlas-hf train --init-from {path}`" if missing == [HEAD] else "save the model again"
+        raise InputError(
+            f"the model in {path} lacks {len(missing)} weight(s) of a causal language model ({names}): name a folder with "
+            f"all of them, or {remedy}"
+        )
+    return model
 
 
 def check_model_folder(path: Path) -> None:

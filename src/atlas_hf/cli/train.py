@@ -12,23 +12,26 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from atlas_hf.cli.info import path_of
 from atlas_hf.cli.options import (
     add_model_arguments,
     assignment,
     build_config,
     load_model,
     natural,
+    path,
     positive_float,
     positive_int,
     seed,
 )
+from atlas_hf.modeling.dispatch import NO_PATH
 from atlas_hf.modeling.modeling_atlas import AtlasForCausalLM
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.processes import ALONE, Processes, joined_processes
 from atlas_hf.training.run import Data, run_training
 from atlas_hf.training.staging import check_output, partial_folder
 from atlas_hf.training.streams import DocumentStream, StreamedBlocks, load_by_name, open_stream
-from atlas_hf.training.texts import HELD_OUT_SPLITS, Corpus, read_corpus, texts_of
+from atlas_hf.training.texts import HELD_OUT_SPLITS, Corpus, read_corpus, read_measured, texts_of
 from atlas_hf.training.tokenizer import (
     check_vocabulary,
     document_positions,
@@ -44,10 +47,10 @@ HELD_OUT_SHARE = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "texts", nargs="*", type=Path, help="text, JSON or parquet files, or folders of them or of a saved dataset"
+        "texts", nargs="*", type=path, help="text, JSON or parquet files, or folders of them or of a saved dataset"
     )
-    parser.add_argument("--config", type=Path, help="YAML file of these flags' names and values; flags override it")
-    parser.add_argument("--output", type=Path, help="folder to write model, tokenizer and report to; always needed")
+    parser.add_argument("--config", type=path, help="YAML file of these flags' names and values; flags override it")
+    parser.add_argument("--output", type=path, help="folder to write model, tokenizer and report to; always needed")
     parser.add_argument("--dataset", metavar="NAME", help="dataset on the Hub, or a folder of data files, by its name")
     parser.add_argument("--subset", metavar="NAME", help="configuration of --dataset")
     parser.add_argument(
@@ -59,15 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--held-out",
         nargs="+",
-        type=Path,
+        type=path,
         default=[],
         help="texts to measure perplexity on (default: the dataset's validation split, or else the last twentieth)",
     )
     parser.add_argument("--text-column", default="text", help="column of JSON files and datasets")
-    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use (default: train one)")
+    parser.add_argument("--tokenizer", type=path, help="folder of a tokenizer to use (default: train one)")
     parser.add_argument("--vocab-size", type=positive_int, default=2048, help="size of a tokenizer trained here")
     parser.add_argument(
-        "--init-from", type=Path, help="folder of a model to start from; the model flags are then ignored"
+        "--init-from", type=path, help="folder of a model to start from; the model flags are then ignored"
     )
     add_training_arguments(parser)
     parser.add_argument("--save-steps", type=natural, default=0, help="steps between checkpoints (0: none)")
@@ -125,6 +128,9 @@ def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase,
         pad_token_id=None if pad == tokenizer.eos_token_id else pad,
         **fields,
     )
+    path = path_of(config)
+    if path.startswith(NO_PATH):
+        raise InputError(f"the model's configuration is refused: {path.removeprefix(NO_PATH)}")
     set_seed(arguments.seed)
     return AtlasForCausalLM(config)
 
@@ -214,8 +220,8 @@ def _run(arguments: argparse.Namespace, processes: Processes) -> None:
             raise InputError("the stream has too few documents to hold any out: name a text with --held-out")
     else:
         corpus = _read(arguments)
-    held_out = read_corpus(arguments.held_out, arguments.text_column).train if arguments.held_out else corpus.held_out
-    model = load_model(arguments.init_from) if arguments.init_from else None
+    held_out = read_measured(arguments.held_out, arguments.text_column) if arguments.held_out else corpus.held_out
+    model = load_model(arguments.init_from, to_train=True) if arguments.init_from else None
     tokenizer = _tokenizer(arguments, corpus.train)
     model = model or new_model(arguments, tokenizer)
     check_vocabulary(tokenizer, model.config.vocab_size)

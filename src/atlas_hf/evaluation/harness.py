@@ -5,6 +5,7 @@ That backend loads models through the Auto classes, which know Atlas as soon as 
 
 from pathlib import Path
 
+import datasets
 import torch
 
 from atlas_hf.training.errors import InputError
@@ -40,22 +41,28 @@ def evaluate_tasks(
         log_samples: return every document's answers too.
 
     Raises:
-        InputError: lm-eval is not installed, or a task is not known.
+        InputError: lm-eval is not installed, or a task is not known or has no data.
     """
     lm_eval = _harness()
     manager = _find_tasks(lm_eval, tasks, include_path)
-    return lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(model), "dtype": "auto"},
-        tasks=tasks,
-        task_manager=manager,
-        batch_size=batch_size,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        log_samples=log_samples,
-        bootstrap_iters=0,
-    )
+    try:
+        return lm_eval.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(model), "dtype": "auto"},
+            tasks=tasks,
+            task_manager=manager,
+            batch_size=batch_size,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            log_samples=log_samples,
+            bootstrap_iters=0,
+        )
+    except (OSError, datasets.exceptions.DatasetGenerationError) as error:
+        raise InputError(
+            f"the data of {', '.join(tasks)} cannot be loaded: {error.__cause__ or error}; files that a task names are "
+            "looked for from the folder you are in, all else on the Hub"
+        ) from error
 
 
 def _find_tasks(lm_eval, tasks: list[str], include_path: Path | None):

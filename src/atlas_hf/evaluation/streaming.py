@@ -30,6 +30,9 @@ class StreamedLoss:
 
     @property
     def bits_per_byte(self) -> float:
+        """Raises ValueError where `num_bytes` was not given."""
+        if self.num_bytes == 0:
+            raise ValueError("num_bytes=0: give the text's length to `streamed_loss` to have bits per byte")
         return self.total / self.num_bytes / math.log(2)
 
 

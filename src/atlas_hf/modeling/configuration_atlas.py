@@ -41,7 +41,7 @@ SIZES = {
     "1.3B": {"num_hidden_layers": 18, "hidden_size": 2048, "num_attention_heads": 8},
 }
 
-# Keys that transformers itself writes into config.json or sets on configurations, beside its declared fields.
+# Keys that transformers itself writes into config.json, sets on configurations or reads there, beside its declared fields.
 _KEYS_OF_TRANSFORMERS = frozenset(
     {
         "_attn_implementation",
@@ -53,6 +53,7 @@ _KEYS_OF_TRANSFORMERS = frozenset(
         "architectures",
         "attn_implementation",
         "auto_map",
+        "custom_pipelines",
         "dtype",
         "experts_implementation",
         "is_decoder",
@@ -61,6 +62,8 @@ _KEYS_OF_TRANSFORMERS = frozenset(
         "num_labels",
         "output_attentions",
         "quantization_config",
+        "sep_token_id",
+        "tokenizer_class",
         "torch_dtype",
         "transformers_version",
         "transformers_weights",
@@ -179,13 +182,7 @@ class AtlasConfig(PreTrainedConfig):
         return own
 
     def __post_init__(self, **kwargs):
-        fields = set(type(self).__dataclass_fields__) | set(self.attribute_map)
-        unknown = sorted(k for k in kwargs if k not in fields | _KEYS_OF_TRANSFORMERS)
-        if unknown:
-            raise ValueError(
-                f"unknown configuration field(s) {', '.join(f'{k}={kwargs[k]!r}' for k in unknown)}: "
-                f"remove or correct them; Atlas' own fields are {', '.join(sorted(AtlasConfig.__annotations__))}"
-            )
+        self._check_names(kwargs)
         self._resolve_aliases(kwargs)
         if self.head_dim is None and self.num_attention_heads > 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -197,6 +194,15 @@ class AtlasConfig(PreTrainedConfig):
             self.layer_types = [LAYER_TYPE] * self.num_hidden_layers
         super().__post_init__(**kwargs)
 
+    def _check_names(self, fields: dict) -> None:
+        known = set(type(self).__dataclass_fields__) | set(self.attribute_map) | _KEYS_OF_TRANSFORMERS
+        unknown = sorted(name for name in fields if name not in known)
+        if unknown:
+            raise ValueError(
+                f"unknown configuration field(s) {', '.join(f'{name}={fields[name]!r}' for name in unknown)}: "
+                f"remove or correct them; Atlas' own fields are {', '.join(sorted(AtlasConfig.__annotations__))}"
+            )
+
     def _resolve_aliases(self, kwargs: dict) -> None:
         # Before anything is derived from the real field; transformers itself sets aliases last.
         for alias, name in self.attribute_map.items():
@@ -206,6 +212,15 @@ class AtlasConfig(PreTrainedConfig):
     def to_dict(self) -> dict:
         """As saved: without `NOT_SAVED`."""
         return {name: value for name, value in super().to_dict().items() if name not in NOT_SAVED}
+
+    def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
+        """As `PreTrainedConfig.save_pretrained`.
+
+        Raises:
+            ValueError: an attribute that is no field, which loading would refuse; nothing is written then.
+        """
+        self._check_names(self.to_dict())
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):

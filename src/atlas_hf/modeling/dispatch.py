@@ -22,6 +22,8 @@ LOWEST_CAPABILITY = (8, 0)
 # Below transformers' own logger, so that its verbosity holds: `transformers.logging.set_verbosity_info()` shows the lines.
 logger = logging.get_logger("transformers.models.atlas")
 
+# What `describe` begins with where nothing can run.
+NO_PATH = "none: "
 PARTS = ("scan", "newton_schulz", "step", "fla_modules")
 # Of every part looked for: the module or None, and what stands in its way
 _found = {part: [] for part in PARTS}
@@ -105,7 +107,7 @@ def describe(
             kernels, part, device, torch.float32, lambda m: m.supports(options, num_matrices, window, **widths)
         )
     except ValueError as error:
-        return f"none: {error}"
+        return f"{NO_PATH}{error}"
     return f"{'torch' if module is None else 'triton'} ({reason})"
 
 

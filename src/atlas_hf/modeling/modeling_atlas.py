@@ -325,6 +325,9 @@ def _zero_without_labels(loss, labels, ignored=IGNORED):
 class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreTrainedModel):
     """Atlas with a classifier on each sequence's last token: the last that `attention_mask` has, or that is no padding."""
 
+    # Its loss is a mean whatever it is told of the number of labels: Trainer divides by the passes it accumulates.
+    accepts_loss_kwargs = False
+
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
@@ -376,6 +379,8 @@ class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreT
 
 class AtlasForTokenClassification(GenericForTokenClassification, AtlasPreTrainedModel):
     """Atlas with a classifier on every token. Labels of -100 are ignored; without any other, the loss is zero."""
+
+    accepts_loss_kwargs = False  # as above
 
     @property
     def loss_function(self):

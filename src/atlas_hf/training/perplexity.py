@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from atlas_hf.training.errors import InputError
 from atlas_hf.training.tokenizer import IGNORED, packed_labels
 
 ADDED_COUNT = 0.1
@@ -22,7 +23,11 @@ def model_perplexity(
     """Perplexity of `blocks [N, L]`, each read by itself from the model's initial memory.
 
     `positions [N, L]`: places of the tokens within their documents, where the memory starts anew at each.
+
+    Raises:
+        InputError: no token is a target.
     """
+    _check_targets(blocks, positions)
     was_training = model.training
     model.eval()
     total, num_targets = 0.0, 0
@@ -43,6 +48,7 @@ def unigram_perplexity(
     train: torch.Tensor, blocks: torch.Tensor, vocab_size: int, positions: torch.Tensor | None = None
 ) -> float:
     """`p(b) = (n(b) + 0.1) / (N + 0.1 V)`, counted over the tokens `train [N]`."""
+    _check_targets(blocks, positions)
     counts = torch.bincount(train, minlength=vocab_size).double()
     probabilities = (counts + ADDED_COUNT) / (counts.sum() + ADDED_COUNT * vocab_size)
     return _perplexity(probabilities[blocks[:, 1:]], positions)
@@ -52,6 +58,7 @@ def bigram_perplexity(
     train: torch.Tensor, blocks: torch.Tensor, vocab_size: int, positions: torch.Tensor | None = None
 ) -> float:
     """`p(b | a) = (n(a, b) + 0.1) / (n(a, .) + 0.1 V)`, counted over neighbouring tokens of `train [N]`."""
+    _check_targets(blocks, positions)
     # Counts are looked up in the sorted list of pairs that occur: a table of V * V would not fit for a large vocabulary.
     pairs, pair_counts = (train[:-1] * vocab_size + train[1:]).unique(return_counts=True)
     first_counts = torch.bincount(train[:-1], minlength=vocab_size).double()
@@ -60,6 +67,15 @@ def bigram_perplexity(
     counts = torch.where(pairs[place] == wanted, pair_counts[place], 0).double()
     probabilities = (counts + ADDED_COUNT) / (first_counts[first] + ADDED_COUNT * vocab_size)
     return _perplexity(probabilities, positions)
+
+
+def _check_targets(blocks: torch.Tensor, positions: torch.Tensor | None) -> None:
+    targets = blocks[:, 1:] if positions is None else positions[:, 1:].nonzero()
+    if not targets.numel():
+        raise InputError(
+            f"the held-out text of shape {tuple(blocks.shape)} has no token to predict, since each is the first of a "
+            "document or block: give other text, or longer blocks"
+        )
 
 
 def _perplexity(probabilities: torch.Tensor, positions: torch.Tensor | None) -> float:

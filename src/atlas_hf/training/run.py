@@ -13,6 +13,7 @@ from atlas_hf.training.errors import InputError
 from atlas_hf.training.loss_curve import draw_loss_curve
 from atlas_hf.training.perplexity import bigram_perplexity, model_perplexity, unigram_perplexity
 from atlas_hf.training.processes import ALONE, Processes
+from atlas_hf.training.report import to_json
 from atlas_hf.training.staging import CHECKPOINTS, RUN_FILE, staged
 from atlas_hf.training.trainer import BlockDataset, TrainingOptions, train, training_arguments
 
@@ -107,7 +108,7 @@ def run_training(
 
 
 def _write_run(folder: Path, settings: dict, **results) -> None:
-    (folder / RUN_FILE).write_text(json.dumps({"settings": settings, **results}, indent=1) + "\n", encoding="utf-8")
+    (folder / RUN_FILE).write_text(to_json({"settings": settings, **results}), encoding="utf-8")
 
 
 def _agree_on_settings(folder: Path, settings: dict, resume: bool, processes: Processes) -> None:
@@ -116,7 +117,7 @@ def _agree_on_settings(folder: Path, settings: dict, resume: bool, processes: Pr
             _write_run(folder, settings)
         return
     old = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["settings"]
-    new = json.loads(json.dumps(settings))
+    new = json.loads(to_json(settings))
     changed = [key for key in old if old[key] != new.get(key)]
     if changed:
         differences = ", ".join(f"{key}={new.get(key)!r} (was {old[key]!r})" for key in changed)

@@ -1,5 +1,6 @@
 """Output folders that appear complete or not at all."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +11,28 @@ from atlas_hf.training.processes import ALONE, Processes
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
+# Among the results that a run writes to its file when all else is written.
+RESULTS = "losses"
 
 
 def partial_folder(output: Path) -> Path:
-    """Where a run is written until it is complete: beside `output`, so that a rename can finish it."""
+    """Where a run is written until it is complete: beside `output`, or what it links to, so that a rename can finish it."""
+    output = output.resolve()
     return output.with_name(output.name + ".partial")
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder that was saved whole: `Trainer` writes its own state last."""
+    found = [path for path in folder.glob("checkpoint-*") if _read(path / "trainer_state.json") is not None]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _read(path: Path):
+    """What a JSON file holds; `None` where there is none, or not a whole one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def check_output(output: Path, *, overwrite: bool = False, resume: bool = False, overwritable: bool = True) -> None:
@@ -23,11 +41,16 @@ def check_output(output: Path, *, overwrite: bool = False, resume: bool = False,
     `overwritable`: whether the command has an `--overwrite` to advise.
 
     Raises:
-        InputError: the folder holds something that may not be replaced, or an interrupted run is in the way, or there is
-            none to resume.
+        InputError: the folder cannot be replaced, holds something that may not be, or an earlier run is in the way, or there
+            is none to resume.
     """
-    if output.resolve() == Path.cwd():
-        raise InputError(f"output {output} is the folder you are in, which is replaced at the end: name one inside it")
+    place = output.resolve()
+    if place == Path.cwd() or place in Path.cwd().parents:
+        raise InputError(
+            f"output {output} is the folder you are in, or above it, and replaced at the end: name one inside"
+        )
+    if place.is_mount():
+        raise InputError(f"output {output} is a mount point, which cannot be replaced: name a folder inside it")
     partial = partial_folder(output)
     if output.exists() and not output.is_dir():
         raise InputError(f"output {output} is a file: name a folder")
@@ -39,11 +62,21 @@ def check_output(output: Path, *, overwrite: bool = False, resume: bool = False,
             raise InputError(
                 f"output {output} is not empty and not a run of atlas-hf (no {RUN_FILE}): name another folder"
             )
-    has_checkpoint = any((partial / CHECKPOINTS).glob("checkpoint-*"))
+    _check_partial(partial, output, overwrite, resume)
+
+
+def _check_partial(partial: Path, output: Path, overwrite: bool, resume: bool) -> None:
+    try:
+        partial.exists()
+    except OSError as error:
+        raise InputError(f"output {output} cannot be written: {error.strerror}; name another folder") from error
+    has_checkpoint = last_checkpoint(partial / CHECKPOINTS) is not None
     if partial.exists() and not (partial / RUN_FILE).exists():
         raise InputError(
             f"{partial} is needed while the run lasts, and holds something else: move it, or name another output"
         )
+    if RESULTS in (_read(partial / RUN_FILE) or ()):
+        raise InputError(f"{partial} holds a finished run that was not moved to {output}: move it there, or remove it")
     if resume and not has_checkpoint:
         raise InputError(
             f"there is no interrupted run to resume at {partial}: leave out --resume (checkpoints need --save-steps)"
@@ -77,13 +110,23 @@ def staged(
     try:
         yield partial
     except BaseException:
-        if processes.is_main and not any((partial / CHECKPOINTS).glob("checkpoint-*")):
+        if processes.is_main and last_checkpoint(partial / CHECKPOINTS) is None:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     processes.wait()
     if processes.is_main:
-        shutil.rmtree(partial / CHECKPOINTS, ignore_errors=True)
-        if output.exists():
-            shutil.rmtree(output)
-        partial.rename(output)
+        _move(partial, output)
     processes.wait()
+
+
+def _move(partial: Path, output: Path) -> None:
+    place = output.resolve()
+    try:
+        shutil.rmtree(partial / CHECKPOINTS, ignore_errors=True)
+        if place.exists():
+            shutil.rmtree(place)
+        partial.rename(place)
+    except OSError as error:
+        raise InputError(
+            f"output {output} cannot be replaced: {error.strerror}; all was written to {partial}: move it from there"
+        ) from error

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import datasets
@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from atlas_hf.training.errors import InputError
-from atlas_hf.training.texts import HELD_OUT_SPLITS, builder_of, check_column
+from atlas_hf.training.texts import HELD_OUT_SPLITS, UNREADABLE, builder_of, check_column
 from atlas_hf.training.tokenizer import document_positions, packed_labels
 
 # Without a split of its own, one document in so many is held out.
@@ -40,11 +40,21 @@ class DocumentStream:
 
 
 def _until(rows, characters: int) -> Iterator[str]:
-    for row in rows:
+    for row in _readable(rows):
         yield row["text"]
         characters -= len(row["text"])
         if characters <= 0:
             return
+
+
+def _readable(rows) -> Iterator[dict]:
+    """`rows`, of which only the first were looked at before."""
+    try:
+        yield from rows
+    except UNREADABLE as error:
+        raise InputError(
+            f"the stream cannot be read to its end: {error}; correct the source, or name another"
+        ) from error
 
 
 def open_stream(
@@ -82,8 +92,11 @@ def load_by_name(name: str, subset: str | None, *, streaming: bool):
     """
     try:
         splits = datasets.load_dataset(name, subset, streaming=streaming)
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        raise InputError(f"the data set {name!r} cannot be loaded: {error}; check --dataset and --subset") from error
+    except UNREADABLE as error:
+        reason = error.__cause__ or error
+        raise InputError(f"the data set {name!r} cannot be loaded: {reason}; check --dataset and --subset") from error
+    except StopIteration as error:  # what `datasets` raises for files without a row
+        raise InputError(f"the data set {name!r} holds no documents: name another source") from error
     if "train" not in splits:
         raise InputError(
             f"the data set {name!r} has the splits {', '.join(splits)} but no train: name another data set"
@@ -93,24 +106,27 @@ def load_by_name(name: str, subset: str | None, *, streaming: bool):
 
 def _open_file(path: Path, text_column: str) -> datasets.IterableDataset:
     if not path.is_file():
-        raise InputError(f"{path} is not a file: --stream reads files; give a folder's data set with --dataset {path}")
+        raise InputError(
+            f"{path} is not a file, which --stream reads at every pass again: give a folder's data set with --dataset {path}"
+        )
     if not path.stat().st_size:
         raise InputError(f"{path} holds no documents: name another source")
     builder = builder_of(path)
     options = {"sample_by": "document"} if builder == "text" else {}
     try:
         rows = datasets.load_dataset(builder, data_files=str(path), split="train", streaming=True, **options)
-        return _texts(rows, "text" if builder == "text" else text_column, path)
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        if isinstance(error, InputError):
-            raise
+    except UNREADABLE as error:
         raise InputError(f"{path} cannot be read as {builder}: {error}") from error
     except StopIteration as error:  # what `datasets` raises for a file without a row
         raise InputError(f"{path} holds no documents: name another source") from error
+    return _texts(rows, "text" if builder == "text" else text_column, path)
 
 
 def _texts(rows: datasets.IterableDataset, text_column: str, source) -> datasets.IterableDataset:
-    first = list(rows.take(LOOKED_AT))
+    try:
+        first = list(rows.take(LOOKED_AT))
+    except UNREADABLE as error:
+        raise InputError(f"{source} cannot be read: {error}; correct it, or name another source") from error
     if not first:
         raise InputError(f"{source} holds no documents: name another source")
     check_column(list(first[0]), text_column, source)
@@ -118,14 +134,16 @@ def _texts(rows: datasets.IterableDataset, text_column: str, source) -> datasets
         raise InputError(f"column {text_column!r} of {source} does not hold strings: choose another with --text-column")
     rows = rows.select_columns([text_column])
     rows = rows if text_column == "text" else rows.rename_column(text_column, "text")
+    # Sources can be joined only if their columns have one type, and parquet has several for texts
+    rows = rows.cast(datasets.Features({"text": datasets.Value("string")}))
     return rows.filter(lambda row: bool(row["text"]))
 
 
 class StreamedBlocks(IterableDataset):
     """Blocks of `block_size` tokens from a stream of documents, each document ended by the end-of-text token.
 
-    Documents come in another order at every pass (a shuffled buffer, decided by `seed`). With `packed`, blocks say where
-    documents begin, and the memory starts anew there.
+    Without end: documents come again and again, in another order at every pass (a shuffled buffer, decided by `seed`). With
+    `packed`, blocks say where documents begin, and the memory starts anew there.
     """
 
     def __init__(
@@ -138,14 +156,22 @@ class StreamedBlocks(IterableDataset):
         seed: int,
     ):
         self.rows, self.tokenizer, self.block_size = rows, tokenizer, block_size
-        self.packed, self.seed, self.epoch = packed, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.packed, self.seed = packed, seed
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        # Passes are counted here: a resumed Trainer, which knows no length, would leave out batches of the first one only.
+        for number in count():
+            blocks = self.one_pass(number)
+            first = next(blocks, None)
+            if first is None:
+                return  # a worker that has no part of the source
+            yield first
+            yield from blocks
+
+    def one_pass(self, number: int) -> Iterator[dict[str, torch.Tensor]]:
+        """The blocks of all documents once, in the order of that pass; what fills no block at its end is left out."""
         end, held = self.tokenizer.eos_token_id, []
-        rows = iter(self.rows.shuffle(seed=self.seed + self.epoch, buffer_size=SHUFFLED_DOCUMENTS))
+        rows = _readable(self.rows.shuffle(seed=self.seed + number, buffer_size=SHUFFLED_DOCUMENTS))
         while batch := [row["text"] for row in islice(rows, 64)]:
             for ids in self.tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
                 held += [*ids, end]

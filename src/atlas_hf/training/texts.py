@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 import datasets
+import pyarrow
 
 from atlas_hf.training.errors import InputError
 
@@ -14,6 +15,10 @@ JSON_SUFFIXES = (".json", ".jsonl")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 HELD_OUT_SPLITS = ("validation", "test")
+
+
+# What the `datasets` library raises for files that it cannot read.
+UNREADABLE = (OSError, ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetGenerationError)
 
 
 @dataclass
@@ -53,10 +58,42 @@ def read_corpus(paths: list[str | Path], text_column: str = "text") -> Corpus:
     return corpus
 
 
+def read_measured(paths: list[str | Path], text_column: str = "text") -> list[str]:
+    """Documents to measure a model on: those of `read_corpus`, but of a saved dataset's splits those held out.
+
+    A line says which split it is: `validation`, or else `test`.
+
+    Raises:
+        InputError: as `read_corpus`, or a dataset whose splits are others.
+    """
+    texts = []
+    for path in map(Path, paths):
+        if (path / "dataset_dict.json").exists():
+            texts += _read_held_out_split(path, text_column)
+        else:
+            texts += read_corpus([path], text_column).train
+    return texts
+
+
+def _read_held_out_split(path: Path, text_column: str) -> list[str]:
+    saved = _load_saved_dataset(path)
+    split = next((name for name in HELD_OUT_SPLITS if name in saved), None)
+    if split is None:
+        raise InputError(
+            f"{path} has the splits {', '.join(saved)}, none of {', '.join(HELD_OUT_SPLITS)} to measure on: name a single "
+            f"split's folder, such as {path / next(iter(saved))}"
+        )
+    print(f"{path}: measured on its split {split}")
+    texts = texts_of(saved[split], text_column, path)
+    if not any(text.strip() for text in texts):
+        raise InputError(f"{path} holds no text in its split {split}: name another, or leave it out")
+    return texts
+
+
 def _read_path(path: Path, text_column: str) -> Corpus:
     if not path.exists():
         raise InputError(f"{path} does not exist: check the path")
-    if path.is_file():
+    if not path.is_dir():  # a pipe too
         if builder_of(path) != "text":
             return Corpus(_read_records(path, text_column))
         return Corpus([_read_text(path)])
@@ -94,18 +131,22 @@ def _read_records(path: Path, text_column: str) -> list[str]:
     with tempfile.TemporaryDirectory() as cache:
         try:
             rows = datasets.load_dataset(builder_of(path), data_files=str(path), split="train", cache_dir=cache)
-        except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        except UNREADABLE as error:
             raise InputError(f"{path} cannot be read as {kind}: {error.__cause__ or error}") from error
         except StopIteration as error:  # what `datasets` raises for a file without a row
             raise InputError(f"{path} holds no text: name a file with text in it, or leave it out") from error
         return texts_of(rows, text_column, path)
 
 
-def _read_saved_dataset(path: Path, text_column: str) -> Corpus:
+def _load_saved_dataset(path: Path) -> datasets.Dataset | datasets.DatasetDict:
     try:
-        saved = datasets.load_from_disk(str(path))
+        return datasets.load_from_disk(str(path))
     except (ValueError, OSError) as error:
         raise InputError(f"{path} looks like a saved dataset but cannot be loaded: {error}") from error
+
+
+def _read_saved_dataset(path: Path, text_column: str) -> Corpus:
+    saved = _load_saved_dataset(path)
     if isinstance(saved, datasets.Dataset):
         return Corpus(texts_of(saved, text_column, path))
     if "train" not in saved:

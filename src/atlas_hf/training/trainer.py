@@ -1,7 +1,9 @@
 """Training on blocks of tokens with `transformers.Trainer`, with a line of progress every few steps."""
 
+import argparse
 import math
 import time
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,11 +11,13 @@ import torch
 import transformers
 from torch.utils.data import Dataset
 from transformers import HfArgumentParser, PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 from transformers.integrations import TensorBoardCallback
 
 from atlas_hf.training.errors import InputError
 from atlas_hf.training.optimizer import MuonAdamW, split_parameters
 from atlas_hf.training.processes import ALONE, Processes
+from atlas_hf.training.staging import last_checkpoint
 from atlas_hf.training.tokenizer import packed_labels
 
 OPTIMIZERS = ("adamw", "muon")
@@ -24,12 +28,22 @@ DECIDED = {
     "learning_rate": "--lr",
     "seed": "--seed",
     "save_steps": "--save-steps",
+    "save_strategy": "--save-steps",
     "output_dir": "--output",
     "report_to": "--tensorboard",
     "num_train_epochs": "--max-steps",
 }
 # Fields that only an evaluation by `Trainer` would read; a run measures its held-out text itself.
-WITHOUT_EFFECT = ("per_device_eval_batch_size", "eval_strategy", "eval_steps", "load_best_model_at_end")
+WITHOUT_EFFECT = (
+    "per_device_eval_batch_size",
+    "eval_strategy",
+    "eval_steps",
+    "eval_on_start",
+    "load_best_model_at_end",
+)
+
+
+FIELD_TYPES = typing.get_type_hints(TrainingArguments)
 
 
 @dataclass(frozen=True)
@@ -62,20 +76,21 @@ def training_arguments(options: TrainingOptions, folder: Path, processes: Proces
     for name, flag in DECIDED.items():
         if name in options.extra:
             raise InputError(f"{name}={options.extra[name]!r} among the trainer's fields is given by {flag}: use that")
-    idle = [name for name in WITHOUT_EFFECT if name in options.extra]
+    extra = {name: _as_declared(name, value) for name, value in options.extra.items()}
+    idle = [name for name in WITHOUT_EFFECT if name in extra]
     if idle:
         raise InputError(
             f"{', '.join(idle)} among the trainer's fields would have no effect: a run measures held-out text before and "
             "after it; leave it out, or use `transformers.Trainer` itself"
         )
-    unused = [name for name in ("optim", "optim_args") if name in options.extra and options.optimizer != "adamw"]
+    unused = [name for name in ("optim", "optim_args") if name in extra and options.optimizer != "adamw"]
     if unused:
         raise InputError(
             f"{', '.join(unused)} among the trainer's fields would have no effect with --optimizer {options.optimizer}: "
             "leave it out, or use --optimizer adamw"
         )
-    passes = options.extra.get("gradient_accumulation_steps", 1)
-    if not isinstance(passes, int) or passes < 1 or options.batch_size % (passes * processes.count):
+    passes = extra.get("gradient_accumulation_steps", 1)
+    if passes < 1 or options.batch_size % (passes * processes.count):
         raise InputError(
             f"batch_size={options.batch_size} cannot be divided among {processes.count} process(es) with "
             f"gradient_accumulation_steps={passes}: choose a multiple of their product"
@@ -103,11 +118,51 @@ def training_arguments(options: TrainingOptions, folder: Path, processes: Proces
         "report_to": "none",
     }
     try:
-        (arguments,) = HfArgumentParser(TrainingArguments).parse_dict({**fields, **options.extra})
+        (arguments,) = HfArgumentParser(TrainingArguments).parse_dict({**fields, **extra})
     except (ValueError, TypeError, ImportError) as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in options.extra.items())
+        given = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         raise InputError(f"the trainer's fields ({given}) are refused: {error}; see TrainingArguments") from error
     return arguments
+
+
+def _as_declared(name: str, value):
+    """`value` as the switch or number that `TrainingArguments` declares, which itself converts none: a flag gives texts.
+
+    Raises:
+        InputError: a switch or number of another kind.
+    """
+    kinds = set(typing.get_args(FIELD_TYPES.get(name)) or (FIELD_TYPES.get(name),))
+    optional = type(None) in kinds
+    kind = next(iter(kinds - {type(None)}))
+    if len(kinds) > 1 + optional or kind not in READERS:
+        return value
+    if optional and str(value).lower() in ("none", "null"):
+        return None
+    read, wanted = READERS[kind]
+    try:
+        return read(value)
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        raise InputError(f"{name}={value!r} among the trainer's fields is not {wanted}: correct it") from error
+
+
+def _number(value) -> float:
+    if isinstance(value, bool):
+        raise ValueError("a switch is no number")
+    return float(value)
+
+
+def _whole_number(value) -> int:
+    number = _number(value)
+    if not number.is_integer():
+        raise ValueError("not a whole number")
+    return value if isinstance(value, int) else int(number)
+
+
+READERS = {
+    bool: (lambda value: string_to_bool(str(value)), "true or false"),
+    int: (_whole_number, "a whole number"),
+    float: (_number, "a number"),
+}
 
 
 class Trainer(transformers.Trainer):
@@ -206,7 +261,8 @@ def train(
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
     trainer.with_muon = options.optimizer == "muon"
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=resume)
+    checkpoint = last_checkpoint(folder) if resume else None
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     # Trainer switches the cache off in the configuration that is saved; generation would then be slow for every reader.
     model.config.use_cache = use_cache
     losses = [(entry["step"], float(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry]
