@@ -130,8 +130,7 @@ def test_retention_of_a_quiet_stretch(form):
     p.gates["eta"][:, -1] = 1.0
     p.gates["gamma"].fill_(1)
     p.q, p.v = p.k, 2 * unit(p.v)
-    lost, _ = p.run(form, decay_to="zero", inner_norm=False, hidden_rate=1.0)
-    stored, _ = p.run(form, decay_to="init")
+    lost, stored = (p.run(form, decay_to=end)[0] for end in ("zero", "init"))
     assert lost[:, -1].abs().max() < 1e-8
     assert (stored[:, -1] - p.v[:, -1]).abs().max() < 0.5
 
