@@ -33,6 +33,9 @@ RESTARTED = {"omega_window": 3, "momentum": "restart", "feature_degree": 2}
 # Preset and what is changed in it: together they use every value of every choice.
 VARIANTS = {
     **{name: (name, {}) for name in PRESETS},
+    # As the preset is, with chunks in which Muon writes at two of eight tokens
+    "shipped": ("atlas", {"chunk_size": 8, "omega_window": 4, "muon_interval": 4}),
+    "degree_four": ("atlas_plus_plus", {"feature_degree": 4, "feature_rank": 2, "muon_interval": 2}),
     "anchored": ("atlas", {"output_errors": "anchored", "muon_interval": 2}),
     "dense": ("atlas", {"output_errors": "anchored", "momentum": "carry", "newton_schulz_steps": 3}),
     "gated_dense": ("atlas_plus_plus", {"momentum": "carry", "decay_to": "zero"}),

@@ -111,10 +111,10 @@ def test_every_split_gives_the_same(options):
 
 @pytest.mark.parametrize("first", [chunk_atlas, naive_atlas, step_atlas])
 @pytest.mark.parametrize("second", [chunk_atlas, naive_atlas, step_atlas])
-@pytest.mark.parametrize("rule", ["gd", "muon"])
-def test_rows_may_stand_at_different_places(first, second, rule):
+@pytest.mark.parametrize(("rule", "interval"), [("gd", 1), ("muon", 1), ("muon", 2), ("muon", 4)])
+def test_rows_may_stand_at_different_places(first, second, rule, interval):
     problem = make_problem(tokens=14, batch=3)
-    options = {"rule": rule, "momentum": "restart"}
+    options = {"rule": rule, "momentum": "restart", "muon_interval": interval}
     head, tail = torch.tensor([3, 6, 0]), torch.tensor([5, 2, 6])
     rest = head[:, None] + torch.arange(6)
     with torch.no_grad():

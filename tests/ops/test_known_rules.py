@@ -1,9 +1,12 @@
 """Members of the family that are known under other names, against formulas written independently of our code."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from problems import make_problem, unit
 
+from atlas_hf.modeling.recurrence_naive import inner_gradients
 from atlas_hf.ops import chunk_atlas, naive_atlas
 
 PLAIN = {"inner_norm": False, "hidden_rate": 1.0}
@@ -130,37 +133,39 @@ def test_retention_of_a_quiet_stretch(form):
     p.gates["eta"][:, -1] = 1.0
     p.gates["gamma"].fill_(1)
     p.q, p.v = p.k, 2 * unit(p.v)
-    lost, _ = p.run(form, decay_to="zero", inner_norm=False, hidden_rate=1.0)
-    stored, _ = p.run(form, decay_to="init")
+    lost, stored = (p.run(form, decay_to=end)[0] for end in ("zero", "init"))
     assert lost[:, -1].abs().max() < 1e-8
     assert (stored[:, -1] - p.v[:, -1]).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("memory", ["linear", "mlp", "gated"])
 @pytest.mark.parametrize("inner_loss", ["l2", "dot"])
-@pytest.mark.parametrize("output_errors", ["exact", "anchored"])
-def test_inner_gradient_of_the_reference_is_autograd_s(memory, inner_loss, output_errors):
-    """`inner_gradients` against automatic differentiation of the inner loss as the paper writes it (Eq. 9, 19)."""
-    from atlas_hf.modeling.recurrence_naive import inner_gradients
-    from atlas_hf.modeling.recurrence_state import RecurrenceOptions
+@pytest.mark.parametrize("written", [False, True])
+def test_inner_gradient_of_the_reference_is_autograd_s(memory, inner_loss, written):
+    """`inner_gradients` against automatic differentiation of the inner loss as the paper writes it (Eq. 9, 19).
 
+    `written`: the output matrix has moved from the anchor since. It makes its own error (Eq. 10), and this error goes back
+    to the hidden matrices through the anchor's output matrix (Eq. 15).
+    """
     p = make_problem(memory)
-    options = RecurrenceOptions(
-        4, "gd", "none", inner_loss, output_errors, 1, 5, (3.4445, -4.775, 2.0315), False, 1.0, "init"
-    )
     rho = p.residual_scale[:, None]
     z, v = p.k[0, 0], p.v[0, 0]
     features = p.feature_map(z[:, None])[:, 0].detach()
     w = [m.clone().requires_grad_() for m in p.memory]
+    latest = (p.memory[0] + written * torch.randn_like(p.memory[0])).requires_grad_()
     gelu = torch.nn.functional.gelu
     hidden = features
     if memory != "linear":
         hidden = gelu((w[1] @ features[..., None])[..., 0])
     if memory == "gated":
         hidden = hidden * (w[2] @ features[..., None])[..., 0]
-    out = rho * z + (w[0] @ hidden[..., None])[..., 0]
+    out = rho * z + (latest @ hidden[..., None])[..., 0]
     loss = 0.5 * (out - v).square().sum() if inner_loss == "l2" else -(out * v).sum()
-    expected = torch.autograd.grad(loss, w)
-    factors = inner_gradients(p.memory, p.memory[0], features, z, v, rho, options)
-    for (error, inputs), wanted in zip(factors, expected, strict=True):
-        close(error[..., None] * inputs[..., None, :], wanted)
+    error, by_output = torch.autograd.grad(loss, (out, latest), retain_graph=True)
+    expected = [by_output]
+    if memory != "linear":
+        expected += torch.autograd.grad((w[0] @ hidden[..., None])[..., 0], w[1:], error)
+    options = SimpleNamespace(inner_loss=inner_loss)
+    factors = inner_gradients(p.memory, latest.detach(), features, z, v, rho, options)
+    for (given, inputs), wanted in zip(factors, expected, strict=True):
+        close(given[..., None] * inputs[..., None, :], wanted)
