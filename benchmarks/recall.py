@@ -70,7 +70,9 @@ def main():
         )
     torch.set_num_threads(args.threads)
     if not args.table:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+        ).stdout.strip()
         for name in args.mixers:
             for seed in args.seeds:
                 row = train(

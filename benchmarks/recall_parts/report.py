@@ -44,16 +44,16 @@ def table(rows: list[dict]) -> str:
         lines.append(
             "| mixer | changed fields | batch | rate | seed | "
             + " | ".join(map(str, marks))
-            + " | CPU s/step | parameters |"
+            + " | CPU s/step | parameters | commit |"
         )
-        lines.append("|---" * (len(marks) + 7) + "|")
+        lines.append("|---" * (len(marks) + 8) + "|")
         for row in group:
             curve = {int(k): v for k, v in row["accuracy"].items()}
             cells = [f"{curve[m]:.3f}" if m in curve else "" for m in marks]
             changed = ", ".join(f"{k}={v}" for k, v in row["overrides"].items())
             recipe = [str(row["batch_size"]), f"{row['learning_rate']:g}"]
             cells = [row["mixer"], changed, *recipe, str(row["seed"]), *cells]
-            cells += [f"{row['cpu_seconds_per_step']:.3f}", str(row["parameters"])]
+            cells += [f"{row['cpu_seconds_per_step']:.3f}", str(row["parameters"]), row["commit"]]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -35,7 +35,6 @@ def test_rows_and_table(run, tmp_path, monkeypatch):
     assert "| omeganet_window_2 | omega_window=2, chunk_size=32 | 2 | 0 |" in path.with_suffix(".md").read_text()
 
 
-@pytest.mark.skipif(not perplexity.RESULTS.exists(), reason="not measured yet")
 def test_the_table_is_that_of_the_rows():
     rows = json.loads(perplexity.RESULTS.read_text())
     assert perplexity.RESULTS.with_suffix(".md").read_text() == perplexity.table(rows)

@@ -35,6 +35,7 @@ def row(**changes):
         "parameters": 1000,
         "batch_size": 32,
         "learning_rate": 0.003,
+        "commit": "abc1234",
     }
     return {**plain, **changes}
 
@@ -279,13 +280,13 @@ def test_table_has_a_line_for_every_run_under_its_setting():
     sections = table(rows).split("\n## ")
     assert [section.splitlines()[0] for section in sections[1:]] == ["small, 200 steps", "medium, 200 steps"]
     _, _, heading, rule, *lines = sections[1].rstrip().splitlines()
-    assert heading == "| mixer | changed fields | batch | rate | seed | 100 | 200 | CPU s/step | parameters |"
+    assert heading == "| mixer | changed fields | batch | rate | seed | 100 | 200 | CPU s/step | parameters | commit |"
     assert rule.count("|") == heading.count("|")
     assert lines == [
-        "| omeganet |  | 32 | 0.003 | 0 | 0.250 | 1.000 | 0.123 | 1000 |",
-        "| omeganet | chunk_size=8, memory=linear | 32 | 0.003 | 0 | 0.500 |  | 0.123 | 1000 |",
+        "| omeganet |  | 32 | 0.003 | 0 | 0.250 | 1.000 | 0.123 | 1000 | abc1234 |",
+        "| omeganet | chunk_size=8, memory=linear | 32 | 0.003 | 0 | 0.500 |  | 0.123 | 1000 | abc1234 |",
     ]
-    assert "| attention |  | 32 | 0.003 | 0 | 0.125 | 0.123 | 1000 |" in sections[2]
+    assert "| attention |  | 32 | 0.003 | 0 | 0.125 | 0.123 | 1000 | abc1234 |" in sections[2]
 
 
 def test_report_writes_table_and_plot(tmp_path):
