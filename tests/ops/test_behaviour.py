@@ -220,6 +220,8 @@ def call(**changes):
         ({"log_theta": None, "momentum": "carry"}, "log_theta"),
         ({"residual_scale": torch.zeros(3)}, "residual_scale"),
         ({"lengths": torch.tensor([1, 2, 3])}, "lengths"),
+        ({"lengths": torch.tensor([1, 99])}, r"lengths must lie between 0 and the T = \d+ tokens of q, got \[1, 99\]"),
+        ({"lengths": torch.tensor([-1, 2])}, r"lengths must lie between 0 and .* got \[-1, 2\]"),
         ({"memory": "linear", "rule": "muon"}, "anchored"),
         ({"cu_seqlens": torch.tensor([0, 6])}, "one row"),
         ({"initial_state": {}}, "initial_state"),

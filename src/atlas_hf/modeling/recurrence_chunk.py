@@ -152,7 +152,8 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
         inner_norm: divide each matrix's error by its input's squared length (normalised least mean squares).
         hidden_rate: rate of the hidden matrices against the output matrix, `>= 0`; under Muon times `sqrt(E)`.
         decay_to: what retention fades the memory to: `"init"`, its start, or `"zero"`, as in the paper.
-        lengths: `[B]`, number of real tokens of each row; the rest is padding and does not exist.
+        lengths: `[B]`, number of real tokens of each row, 0 to `T`; the rest is padding and does not exist. On a GPU the
+            numbers are not checked, which would wait for it.
         initial_state: a state returned by this function or one of its twins, to go on from; never changed in place.
         output_final_state: whether to return the state.
         cu_seqlens: `[N + 1]`, ends of `N` documents packed in a batch of one row, as in flash-linear-attention; states

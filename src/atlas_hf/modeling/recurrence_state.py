@@ -135,10 +135,20 @@ def check_inputs(q, k, v, memory, tokens: Tokens, feature_map, residual_scale, o
             )
         if value_dim != key_dim:
             raise ValueError(f"residual_scale needs equal key and value widths, got {key_dim} and {value_dim}")
-    if lengths is not None and tuple(lengths.shape) != (batch,):
-        raise ValueError(f"lengths must be ({batch},), one per row, got {tuple(lengths.shape)}")
+    if lengths is not None:
+        check_lengths(lengths, batch, q.shape[1])
     if initial_state is not None:
         check_state(initial_state, batch, tokens, memory, options)
+
+
+def check_lengths(lengths: torch.Tensor, batch: int, num_tokens: int) -> None:
+    """Their values only where that takes no waiting for a GPU, and no graph is made."""
+    if tuple(lengths.shape) != (batch,):
+        raise ValueError(f"lengths must be ({batch},), one per row, got {tuple(lengths.shape)}")
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if ((lengths < 0) | (lengths > num_tokens)).any():
+        raise ValueError(f"lengths must lie between 0 and the T = {num_tokens} tokens of q, got {lengths.tolist()}")
 
 
 def check_state(state: State, batch: int, tokens: Tokens, memory, options: RecurrenceOptions) -> None:
