@@ -51,7 +51,7 @@ def load_config(path: Path) -> AtlasConfig:
     return config
 
 
-def path_of(config: AtlasConfig, part: str) -> str:
+def path_of(config: AtlasConfig, part: str = "scan") -> str:
     """Which implementation would run this model's memory on this machine, and why; `part` as for `describe`."""
     own = {name: getattr(config, name) for name in RecurrenceOptions.__dataclass_fields__ if hasattr(config, name)}
     options = RecurrenceOptions(**own, newton_schulz_coefficients=COEFFICIENTS)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.model) if arguments.model else build_config(arguments)
     for name in SHOWN:
         print(f"{name:<22}{getattr(config, name)}")
-    print(f"{'kernels':<22}{path_of(config, 'scan')}")
+    print(f"{'kernels':<22}{path_of(config)}")
     print(f"{'kernels, decoding':<22}{path_of(config, 'step')}")
     state = state_bytes(config)
     embeddings = embedding_parameters(config)
