@@ -371,7 +371,8 @@ class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreT
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-            loss = _zero_without_labels(loss, labels)
+            if not labels.is_floating_point():  # of a regression any number is a label
+                loss = _zero_without_labels(loss, labels)
         return SequenceClassifierOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
