@@ -30,6 +30,14 @@ def test_files_folders_and_json_give_documents_in_order(tmp_path):
     assert read_corpus([tmp_path / "b.txt", tmp_path / "a.txt"]).train == ["second", "first"]
 
 
+def test_endings_in_capitals(tmp_path):
+    (tmp_path / "A.TXT").write_text("first", encoding="utf-8")
+    (tmp_path / "B.JSONL").write_text('{"text": "second"}\n', encoding="utf-8")
+    datasets.Dataset.from_dict({"text": ["third"]}).to_parquet(tmp_path / "C.Parquet")
+    assert read_corpus([tmp_path]).train == ["first", "second", "third"]
+    assert read_corpus([tmp_path / "B.JSONL"]).train == ["second"]
+
+
 def test_a_pipe_is_a_text(tmp_path):
     """As the shell's `<(zcat story.gz)` is."""
     os.mkfifo(tmp_path / "pipe")

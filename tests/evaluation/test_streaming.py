@@ -63,6 +63,12 @@ def test_documents_are_read_by_themselves(model, long_ids):
     assert abs(whole.total - both.total) > 1e-3
 
 
+def test_the_prefix_lies_where_the_text_does(model, long_ids):
+    expected = streamed_loss(model, long_ids[:9], 5)
+    with torch.device("meta"):  # where tensors go that are not told where to
+        assert streamed_loss(model, long_ids[:9], 5) == expected
+
+
 def test_bits_of_no_known_bytes(model, long_ids):
     loss = streamed_loss(model, long_ids[:5], 0)
     assert loss.perplexity > 1

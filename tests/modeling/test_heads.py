@@ -92,6 +92,19 @@ def test_no_label_is_nothing_to_learn_from(small_config, random_ids, kind):
     assert all(p.grad is None or torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
 
 
+def test_of_a_regression_every_number_is_a_label(small_config, random_ids):
+    model, ids = AtlasForSequenceClassification(small_config(num_labels=1)), random_ids(2, 9)
+    output = model(ids, labels=torch.full((2,), -100.0))
+    torch.testing.assert_close(output.loss, F.mse_loss(output.logits[:, 0], torch.full((2,), -100.0)))
+    assert output.loss > 5000
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_batch_without_rows(small_model, random_ids, grad):
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"a batch of shape \(0, 9\) has no rows"):
+        small_model()(random_ids(0, 9))
+
+
 def test_no_label_by_another_number(small_model, random_ids):
     model, ids = small_model(), random_ids(2, 9)
     assert model(ids, labels=torch.full_like(ids, -1), ignore_index=-1).loss.item() == 0

@@ -56,7 +56,7 @@ def streamed_loss(
         raise ValueError(f"segment_size={segment_size} is not allowed: it must be at least 1")
     was_training = model.training
     model.eval()
-    cache, total, last = DynamicCache(config=model.config), 0.0, torch.tensor([prefix_id])
+    cache, total, last = DynamicCache(config=model.config), 0.0, ids.new_tensor([prefix_id])
     for segment in ids.split(segment_size):
         inputs, last = torch.cat([last, segment[:-1]]), segment[-1:]
         logits = model(inputs[None].to(model.device), cache=cache).logits[0].float()

@@ -180,7 +180,8 @@ class AtlasModel(AtlasPreTrainedModel):
             kwargs: `seq_idx [B, T]` or `cu_seq_lens_q [N + 1]` give packed documents explicitly.
 
         Raises:
-            ValueError: arguments that do not fit each other, document boundaries that contradict each other among them.
+            ValueError: arguments that do not fit each other, document boundaries that contradict each other among them; a
+                batch without rows or tokens.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -194,6 +195,8 @@ class AtlasModel(AtlasPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         batch, num_tokens = inputs_embeds.shape[:2]
+        if batch == 0:
+            raise ValueError(f"a batch of shape {tuple(inputs_embeds.shape[:2])} has no rows: leave empty batches out")
         if torch.compiler.is_exporting() and not isinstance(num_tokens, int):
             raise ValueError(
                 "torch.export of Atlas needs a fixed number of tokens (chunks are laid out by it): leave their dimension "
@@ -371,7 +374,8 @@ class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreT
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-            loss = _zero_without_labels(loss, labels)
+            if not labels.is_floating_point():  # of a regression any number is a label
+                loss = _zero_without_labels(loss, labels)
         return SequenceClassifierOutputWithPast(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )

@@ -102,8 +102,8 @@ class Fast(NamedTuple):
 
 def check_inputs(q, k, v, memory, tokens: Tokens, feature_map, residual_scale, options, lengths, initial_state):
     """Raise `ValueError` naming the argument, its shape and the one wanted."""
-    if q.ndim != 4 or q.shape[1] == 0:
-        raise ValueError(f"q must be [B, T, H, K] with T >= 1, got {tuple(q.shape)}")
+    if q.ndim != 4 or q.shape[0] == 0 or q.shape[1] == 0:
+        raise ValueError(f"q must be [B, T, H, K] with B >= 1 and T >= 1, got {tuple(q.shape)}")
     batch, _, heads, key_dim = q.shape
     if k.shape != q.shape:
         raise ValueError(f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}")

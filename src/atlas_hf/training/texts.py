@@ -99,7 +99,7 @@ def _read_path(path: Path, text_column: str) -> Corpus:
         return Corpus([_read_text(path)])
     if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
         return _read_saved_dataset(path, text_column)
-    files = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in SUFFIXES)
+    files = sorted(p for p in path.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
     if not files:
         raise InputError(
             f"{path} is a folder without a saved dataset and without files ending in "
@@ -122,7 +122,8 @@ def _read_text(path: Path) -> str:
 
 def builder_of(path: Path) -> str:
     """Which of the `datasets` library's builders reads a file; what is neither JSON nor parquet is text."""
-    return "json" if path.suffix in JSON_SUFFIXES else "parquet" if path.suffix in PARQUET_SUFFIXES else "text"
+    suffix = path.suffix.lower()
+    return "json" if suffix in JSON_SUFFIXES else "parquet" if suffix in PARQUET_SUFFIXES else "text"
 
 
 def _read_records(path: Path, text_column: str) -> list[str]:
