@@ -63,19 +63,21 @@ CASES = {
 }
 
 
+# Measured, as parts of a tensor's size: errors up to 7e-7 under gd and 3.4e-6 under Muon, and at most 5e-7 beyond twice those of
+# the torch path.
+FLOOR = 5e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CASES)
 def test_the_scan_equals_the_torch_path(interpret, family):
-    # Newton-Schulz lifts rounding in faded directions by up to 3.4445^5 = 485, in both paths and differently in each.
-    floor = 1e-5 if "rule" in CASES[family][0] else 2e-6
-    for case, errors in zip(
-        CASES[family], json.loads(interpret("scan_equality.py", json.dumps(CASES[family]))), strict=True
-    ):
+    cases = CASES[family]
+    for case, errors in zip(cases, json.loads(interpret("scan_equality.py", json.dumps(cases))), strict=True):
         assert len(errors["kernel"]) > 10
-        for name, error in errors["kernel"].items():
-            assert error <= 2 * errors["torch"][name] + floor, (
-                f"{name} of {case}: {error}, torch {errors['torch'][name]}"
-            )
+        for name, sizes in errors["kernel"].items():
+            for size, error in sizes.items():
+                allowed = 2 * errors["torch"][name][size] + FLOOR
+                assert error <= allowed, f"{size} error of {name}, {case}: {error}, allowed {allowed}"
 
 
 @pytest.mark.slow
