@@ -7,10 +7,14 @@ import pytest
 # By family. Odd lengths, several chunks, widths that fill no tile; between them padded rows, packed documents, a state from
 # an earlier call that leaves rows in the middle of a chunk.
 SMALL = {"batch": 2, "heads": 1, "key_dim": 8, "tokens": 11, "hidden": 20}
-MUON = {"rule": "muon", "momentum": "restart", "batch": 1, "heads": 1, "key_dim": 8, "hidden": 16, "tokens": 9}
+MUON = {"rule": "muon", "momentum": "restart", "batch": 2, "heads": 2, "key_dim": 8, "hidden": 16, "tokens": 9}
+# Two documents: one shorter than a chunk, and one that ends inside its second
+PACKED = {"batch": 1, "heads": 2, "cu_seqlens": [0, 3, 9], "tokens": 9}
+LONGER = {"cu_seqlens": [0, 2, 15], "tokens": 15}
 CASES = {
     "omeganet": [
-        {**SMALL, "memory": "mlp", "window": 3, "lengths": [11, 6], "tiles": 16},
+        {**SMALL, "memory": "mlp", "window": 3, "heads": 2, "lengths": [11, 6], "tiles": 16},
+        {**SMALL, **PACKED, "memory": "mlp", "window": 3},
         {**SMALL, "memory": "mlp", "window": 2, "split": 6, "batch": 1, "heads": 2, "decay_to": "zero"},
         # Several blocks of the pairs' system, and more tokens in view than a tile has
         {**SMALL, "memory": "mlp", "window": 2, "chunk_size": 18, "tokens": 20, "batch": 1, "tiles": 16},
@@ -28,7 +32,8 @@ CASES = {
         },
     ],
     "titans": [
-        {**SMALL, "memory": "mlp", "window": 1, "momentum": "carry", "degree": 1, "lengths": [11, 3]},
+        {**SMALL, "memory": "mlp", "window": 1, "momentum": "carry", "degree": 1, "heads": 2, "lengths": [11, 3]},
+        {**SMALL, **PACKED, "memory": "mlp", "window": 1, "momentum": "carry", "degree": 1},
         {**SMALL, "memory": "gated", "window": 3, "momentum": "carry", "chunk_size": 6, "batch": 1, "tiles": 16},
     ],
     "linear": [
@@ -47,18 +52,34 @@ CASES = {
         {**SMALL, "memory": "mlp", "window": 3, "batch": 1, "tokens": 2, "chunk_size": 1},
         {**SMALL, "memory": "mlp", "window": 2, "inner_loss": "dot", "momentum": "carry", "batch": 1},
     ],
-    "atlas": [{**MUON, "memory": "mlp", "window": 3, "muon_interval": 2, "lengths": [7]}],
-    "atlas_plus_plus": [{**MUON, "memory": "gated", "window": 2, "muon_interval": 4, "hidden": 18, "tiles": 16}],
+    "atlas": [
+        {**MUON, "memory": "mlp", "window": 3, "muon_interval": 2, "lengths": [9, 3]},
+        # Chunks and writes as in the preset
+        {**MUON, **PACKED, "memory": "mlp", "window": 4, "chunk_size": 8, "muon_interval": 4, **LONGER},
+    ],
+    "atlas_plus_plus": [
+        {**MUON, "memory": "gated", "window": 2, "muon_interval": 2, "hidden": 18, "tiles": 16, "lengths": [6, 9]},
+        {**MUON, **PACKED, "memory": "gated", "window": 2, "muon_interval": 4, "hidden": 18},
+    ],
     "muon": [
         {
             **MUON,
             "memory": "mlp",
+            "batch": 1,
             "window": 2,
             "output_errors": "anchored",
             "muon_interval": 2,
             "newton_schulz_steps": 3,
         },
-        {**MUON, "memory": "linear", "window": 3, "output_errors": "anchored", "muon_interval": 2, "split": 6},
+        {
+            **MUON,
+            "memory": "linear",
+            "batch": 1,
+            "window": 3,
+            "output_errors": "anchored",
+            "muon_interval": 2,
+            "split": 6,
+        },
     ],
 }
 
