@@ -58,13 +58,21 @@ def results(problem, case, walk):
     return found | {f"d_{name}": g for name, g in zip(leaves, grads, strict=True) if g is not None}
 
 
-def errors(found, exact) -> dict[str, float]:
-    """Root mean squares of the differences, against the size of what is exact where that exceeds one."""
+def root_mean_square(x) -> float:
+    return x.double().square().mean().sqrt().item()
 
-    def rms(x):
-        return x.double().square().mean().sqrt().item()
 
-    return {name: rms(found[name] - x) / max(1.0, rms(x)) for name, x in exact.items()}
+def largest(x) -> float:
+    return x.double().abs().max().item()
+
+
+def errors(found, exact) -> dict[str, dict[str, float]]:
+    """How large the differences are against what is exact, by both measures; where that is zero, nothing else is right."""
+    tiny = torch.finfo(torch.float32).tiny
+    return {
+        name: {size.__name__: size(found[name] - x) / max(tiny, size(x)) for size in (root_mean_square, largest)}
+        for name, x in exact.items()
+    }
 
 
 def check(case):
