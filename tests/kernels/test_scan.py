@@ -84,8 +84,8 @@ CASES = {
 }
 
 
-# Measured, as parts of a tensor's size: errors up to 7e-7 under gd and 3.4e-6 under Muon, and at most 5e-7 beyond twice those of
-# the torch path.
+# Measured, as parts of a tensor's size: errors up to 7e-7 under gd and 3.4e-6 under Muon, and at most 5e-7 beyond twice those
+# of the torch path.
 FLOOR = 5e-6
 
 
