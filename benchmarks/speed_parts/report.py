@@ -24,7 +24,7 @@ def runs(rows: list[dict]) -> list[str]:
         about = ", ".join(f"{key} {value}" for key, value in row["run"].items())
         told.setdefault(about, []).append(f"{row['contender']} {row['measure']} {row['length']}")
     if len(told) == 1:
-        return [f"One run: {about}." for about in told]
+        return [f"{about[0].upper()}{about[1:]}." for about in told]
     return [f"* {about}: {', '.join(cells)}." for about, cells in told.items()]
 
 

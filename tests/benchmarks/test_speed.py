@@ -28,7 +28,7 @@ def test_rows_of_every_measure(run, capsys):
     path = run("--contenders", "omeganet", "llama", "--train", 40, "--prefill", 40, "--decode", 24)
     measured = json.loads(path.read_text())
     rows = {(r["contender"], r["measure"], r["length"]): r for r in measured}
-    assert "One run: started " in path.with_suffix(".md").read_text()
+    assert "\nStarted " in path.with_suffix(".md").read_text()
     assert set(rows) == {
         (c, *m) for c in ("omeganet", "llama") for m in (("train", 40), ("prefill", 40), ("decode", 24))
     }
