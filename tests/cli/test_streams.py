@@ -37,8 +37,8 @@ class OnePass(StreamedBlocks):
 def test_loading_in_workers_reads_every_document_once(trained, documents, tmp_path, num_files):
     paths = []
     for i in range(num_files):
-        paths.append(tmp_path / f"{i}.parquet")
-        datasets.Dataset.from_dict({"text": documents[i::num_files]}).to_parquet(paths[-1])
+        paths.append(tmp_path / f"{i}.jsonl")
+        datasets.Dataset.from_dict({"text": documents[i::num_files]}).to_json(paths[-1])
     rows = open_stream(paths, None, None, "text", hold_out=False).train
     tokenizer = load_tokenizer(trained)
     # Blocks of one token: nothing is left over at the end of a worker's part.
@@ -112,45 +112,32 @@ def test_a_stream_that_breaks_off_says_so(trained):
         list(StreamedBlocks(broken, load_tokenizer(trained), 1, packed=False, seed=0))
 
 
-def test_a_stream_resumes_to_the_same_weights(from_yaml, documents, tmp_path, monkeypatch):
-    rows = datasets.Dataset.from_dict({"text": documents})
-    rows.to_parquet(tmp_path / "rows.parquet")
-    changes = {"texts": [str(tmp_path / "rows.parquet")], "stream": True, "save_steps": 2, "max_steps": 5}
-    assert from_yaml(output=str(tmp_path / "whole"), **changes).code == 0
-
-    class Interrupted(trainer_module.Trainer):
-        def training_step(self, *args, **kwargs):
-            if self.state.global_step == 3:
-                raise KeyboardInterrupt
-            return super().training_step(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "Trainer", Interrupted)
-        assert from_yaml(output=str(tmp_path / "cut"), **changes).code == 130
-    assert from_yaml("--resume", output=str(tmp_path / "cut"), **changes).code == 0
-    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
-    for name in whole:
-        torch.testing.assert_close(cut[name], whole[name], rtol=1e-6, atol=1e-7)
-
-
-def test_a_stream_resumes_to_the_same_weights_in_a_later_pass(from_yaml, documents, tmp_path, monkeypatch):
-    """Ten documents give some four steps a pass."""
-    datasets.Dataset.from_dict({"text": documents[:10]}).to_json(tmp_path / "rows.jsonl")
+@pytest.mark.parametrize(
+    ("num_documents", "cut_at", "fields"),
+    [
+        (120, 3, {"save_steps": 2, "max_steps": 5}),
+        # Some four steps a pass: in a later one
+        (10, 11, {"save_steps": 5, "max_steps": 12, "batch_size": 4, "seed": 3}),
+    ],
+)
+def test_a_stream_resumes_to_the_same_weights(
+    from_yaml, documents, tmp_path, monkeypatch, num_documents, cut_at, fields
+):
+    datasets.Dataset.from_dict({"text": documents[:num_documents]}).to_json(tmp_path / "rows.jsonl")
     (tmp_path / "held_out.txt").write_text(" ".join(documents[10:20]))
     changes = {"texts": [str(tmp_path / "rows.jsonl")], "held_out": [str(tmp_path / "held_out.txt")], "stream": True}
-    changes |= {"save_steps": 5, "max_steps": 12, "batch_size": 4, "seed": 3}
-    assert from_yaml(output=str(tmp_path / "whole"), **changes).code == 0
+    assert from_yaml(output=str(tmp_path / "whole"), **changes, **fields).code == 0
 
     class Interrupted(trainer_module.Trainer):
         def training_step(self, *args, **kwargs):
-            if self.state.global_step == 11:
+            if self.state.global_step == cut_at:
                 raise KeyboardInterrupt
             return super().training_step(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "Trainer", Interrupted)
-        assert from_yaml(output=str(tmp_path / "cut"), **changes).code == 130
-    assert from_yaml("--resume", output=str(tmp_path / "cut"), **changes).code == 0
+        assert from_yaml(output=str(tmp_path / "cut"), **changes, **fields).code == 130
+    assert from_yaml("--resume", output=str(tmp_path / "cut"), **changes, **fields).code == 0
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     for name in whole:
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-6, atol=1e-7)
