@@ -119,9 +119,8 @@ def test_the_operators_keep_pytorchs_rules():
 @pytest.mark.parametrize("memory", ["mlp", "gated"])
 def test_decoding_uses_it(monkeypatch, memory):
     called = []
-    monkeypatch.setattr(
-        recurrence_step, "select_step", lambda *a, **widths: None
-    )  # as under "auto" where it has no kernel
+    # As under "auto" where the step has no kernel
+    monkeypatch.setattr(recurrence_step, "select_step", lambda *a, **widths: None)
     original = kernel.newton_schulz_factors
     monkeypatch.setattr(kernel, "newton_schulz_factors", lambda *a: called.append(1) or original(*a))
     problem = make_problem(memory, tokens=6, dtype=torch.float32)
