@@ -79,12 +79,13 @@ def test_a_prompt_in_pieces_on_a_static_cache(tiny_model, random_rows):
 
 
 @pytest.mark.slow
-def test_export_of_a_fixed_length(tiny_model, random_rows, tmp_path):
+def test_export_of_a_fixed_length_and_any_batch(tiny_model, random_rows, tmp_path):
     model, ids = tiny_model(num_hidden_layers=1).eval(), torch.tensor(random_rows([7, 7]))
-    program = torch.export.export(model, (ids,), {"use_cache": False})
+    shapes = {"input_ids": {0: torch.export.Dim.AUTO}, "use_cache": None}
+    program = torch.export.export(model, (ids,), {"use_cache": False}, dynamic_shapes=shapes)
     torch.export.save(program, tmp_path / "atlas.pt2")
     loaded = torch.export.load(tmp_path / "atlas.pt2").module()
-    other = torch.tensor(random_rows([7, 7], seed=5))
+    other = torch.tensor(random_rows([7, 7, 7], seed=5))
     with torch.no_grad():
         torch.testing.assert_close(loaded(other, use_cache=False).logits, model(other, use_cache=False).logits)
 

@@ -169,7 +169,7 @@ class ChunkBackward(Chunk):
             grads.weights[:, n, : scan.b - 1] += d_before.flatten(2)
             d_gram = sources.collect_columns(d_system * before)  # [N, n, (m,) R]
             if scan.pairwise:
-                rows = d_gram.new_zeros(len(grad), scan.view, scan.view)
+                rows = d_gram.new_zeros(grad.shape[0], scan.view, scan.view)
                 for m in range(sources.c):
                     rows[:, m + 1 : m + scan.b] += d_gram[:, :, m]
             else:
@@ -179,7 +179,7 @@ class ChunkBackward(Chunk):
                 self.dx_stepped.baddbmm_(rows.mT, self.x)
             else:
                 grads.gram_kk[:, n] += rows
-            pairs = grad.view(len(grad), scan.b, *((sources.c,) if scan.pairwise else ()), -1)
+            pairs = grad.view(grad.shape[0], scan.b, *((sources.c,) if scan.pairwise else ()), -1)
             a = self._before(i.a_before)
             d_start = sources.collect_rows(pairs)
             d_moved = sources.collect_rows(pairs * a)

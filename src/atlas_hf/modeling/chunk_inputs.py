@@ -163,7 +163,7 @@ def gather_inputs(grid: Grid, call: Call, pairwise: bool) -> ChunkInputs:
         fields |= {"sizes": sizes, "end_sizes": at_end(sizes[..., -1, :], 0.0)}
 
     fields |= {
-        "complete": complete.expand(len(q), -1, -1),
+        "complete": complete.expand(q.shape[0], -1, -1),
         "phi_k": phi_k,
         "base_k": base_k,
         "step_k": step_k,

@@ -130,7 +130,7 @@ class Chunk:
         if self.momenta[0] is not None:
             self.carried = self.x @ self.momenta[0].mT
             errors.addcmul_(sources.expand_rows(self.carried), self._before(i.m_before), value=-1)
-        errors = errors.reshape(len(errors), scan.b * sources.c, -1)
+        errors = errors.reshape(errors.shape[0], scan.b * sources.c, -1)
         self.errors = torch.linalg.solve_triangular(self.system, errors, upper=False, unitriangular=True)
         return self.errors
 
@@ -152,7 +152,7 @@ class Chunk:
             before = before[:, :, None]
         system = self.gram_pairs.new_zeros(self.gram_pairs.shape)
         system[:, 1:] = self.gram_pairs[:, 1:] * before
-        self.system = system.view(len(system), b * c, b * c)
+        self.system = system.view(system.shape[0], b * c, b * c)
 
     def _write(self, errors):
         self.writes = [self._write_output(errors)]
@@ -187,7 +187,7 @@ class Chunk:
     def _write_hidden(self, errors):
         """Back-propagated errors at the chunk's start: `e W1`, times the slopes and the normalised step of the tokens."""
         scan, i, n = self.scan, self.inputs, self.n
-        groups, rows = scan.num_hidden, len(errors)
+        groups, rows = scan.num_hidden, errors.shape[0]
         by_muon = self.options.rule == "muon"
         self.scale = None if by_muon else scan.hidden_rate
         if self.options.inner_norm:

@@ -200,7 +200,7 @@ class AtlasModel(AtlasPreTrainedModel):
         if torch.compiler.is_exporting() and not isinstance(num_tokens, int):
             raise ValueError(
                 "torch.export of Atlas needs a fixed number of tokens (chunks are laid out by it): leave their dimension "
-                "out of dynamic_shapes and export once for each length; the batch may be dynamic"
+                "out of dynamic_shapes and export once for each length; the batch may be torch.export.Dim.AUTO"
             )
         check_cache(cache, self.config, batch, self.norm.weight.dtype)
         past = positions_seen(cache)

@@ -110,9 +110,11 @@ class _Settings:
 
     def groups(self, state, inputs: ChunkInputs) -> list[tuple[int, int]]:
         """As small as keeping a state for each allows in an eighth of the inputs' room; at most `sqrt(n)` chunks."""
-        room = sum(x.numel() for x in inputs if x is not None) / 8
-        fits = max(1, room // sum(x.numel() for x in state))
-        size = min(math.ceil(self.num_chunks / fits), math.isqrt(self.num_chunks))
+        size = math.isqrt(self.num_chunks)
+        if not torch.compiler.is_exporting():  # where the batch may be a symbol, which this would pin down
+            room = sum(x.numel() for x in inputs if x is not None) / 8
+            fits = max(1, room // sum(x.numel() for x in state))
+            size = min(math.ceil(self.num_chunks / fits), size)
         return [(first, min(first + size, self.num_chunks)) for first in range(0, self.num_chunks, size)]
 
 
