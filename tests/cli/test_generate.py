@@ -56,7 +56,22 @@ def test_models_that_cannot_be_used(atlas, trained, tmp_path):
     shutil.copytree(trained, broken)
     (broken / "config.json").write_text("{")
     refused(generate(broken), broken, "cannot be loaded")
+    for content in (
+        "null",
+        '{"model_type": ["atlas"]}',
+        (trained / "config.json").read_text().replace("float32", "float99"),
+    ):
+        (broken / "config.json").write_text(content)
+        refused(generate(broken), broken, "cannot be loaded")
+        refused(atlas("info", "--model", broken), broken, "cannot be read")
+    triton = json.loads((trained / "config.json").read_text()) | {"kernels": "triton"}
+    (broken / "config.json").write_text(json.dumps(triton))
+    refused(generate(broken), broken, "kernels='triton' cannot run")
     shutil.copy(trained / "config.json", broken)
+    tokenizer = (broken / "tokenizer_config.json").read_text()
+    (broken / "tokenizer_config.json").write_text("[1]")
+    refused(generate(broken), broken, "a tokenizer that cannot be loaded")
+    (broken / "tokenizer_config.json").write_text(tokenizer)
     (broken / "model.safetensors").write_bytes(b"nothing")
     refused(generate(broken), broken, "cannot be loaded")
     shutil.copy(trained / "model.safetensors", broken)

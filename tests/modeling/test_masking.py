@@ -46,7 +46,18 @@ def test_patterns_in_one_batch(small_model, random_ids, assert_equal_logits, var
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    ],
 )
 def test_dtypes(small_model, random_ids, dtype):
     model, ids = small_model(), random_ids(2, 12)
@@ -195,6 +206,18 @@ def test_any_pad_id(small_model, random_ids, assert_equal_logits, pad):
 def test_refuses_other_masks(small_model, random_ids, mask, message):
     with pytest.raises(ValueError, match=message):
         small_model()(random_ids(2, 6), attention_mask=mask)
+
+
+def test_refuses_what_is_no_tensor_of_tokens(small_model, random_ids):
+    model, ids = small_model(), random_ids(2, 6)
+    with pytest.raises(TypeError, match=r"attention_mask must be a tensor .* got list"):
+        model(ids, attention_mask=[[1] * 6] * 2)
+    with pytest.raises(ValueError, match=r"input_ids must be \[batch, tokens\] .* a batch of one row"):
+        model(ids[0])
+    with pytest.raises(ValueError, match=r"labels must be \(2, 6\), one for each token, got \(6, 2\)"):
+        model(ids, labels=ids.T)
+    with pytest.raises(TypeError, match="cache must be a `Cache` of transformers, got tuple"):
+        model(ids, cache=((ids, ids),))
 
 
 def test_refuses_a_mask_that_does_not_fit_the_cache(small_model, random_ids):

@@ -224,6 +224,7 @@ def call(**changes):
         ({"lengths": torch.tensor([-1, 2])}, r"lengths must lie between 0 and .* got \[-1, 2\]"),
         ({"memory": "linear", "rule": "muon"}, "anchored"),
         ({"cu_seqlens": torch.tensor([0, 6])}, "one row"),
+        ({"v": torch.zeros(2, 6, 2, 4, dtype=torch.long)}, "v must be of a floating-point dtype, got torch.int64"),
         ({"initial_state": {}}, "initial_state"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -231,6 +232,23 @@ def call(**changes):
 def test_what_does_not_fit_is_named(changes, named):
     with pytest.raises(ValueError, match=named):
         call(**changes)
+
+
+def test_what_does_not_fit_the_packed_rows_is_named():
+    """An index by documents would leave out what is too much."""
+    p = make_problem(tokens=6)
+    one = {name: x[:1] for name, x in p.gates.items()}
+    arguments = {"feature_map": p.feature_map, "chunk_size": CHUNK, "cu_seqlens": torch.tensor([0, 2, 6])}
+    q, k, v = (x[:1] for x in (p.q, p.k, p.v))
+    chunk_atlas(q, k, v, p.memory, **one, **arguments)
+    with pytest.raises(ValueError, match="v must be packed as q is"):
+        chunk_atlas(q, k, p.v, p.memory, **one, **arguments)
+    longer = one | {"eta": torch.cat((one["eta"], one["eta"]), 1)}
+    with pytest.raises(ValueError, match="eta must be packed as q is"):
+        chunk_atlas(q, k, v, p.memory, **longer, **arguments)
+    for cu_seqlens in (torch.tensor([0.0, 2.5, 6.0]), torch.tensor(6), torch.tensor([0])):
+        with pytest.raises(ValueError, match="cu_seqlens must be whole numbers"):
+            chunk_atlas(q, k, v, p.memory, **one, **arguments | {"cu_seqlens": cu_seqlens})
 
 
 def test_a_state_of_another_window_or_chunk_is_refused():

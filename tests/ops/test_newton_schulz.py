@@ -37,6 +37,18 @@ def test_token_space_equals_matrices(tokens, out, inner):
     torch.testing.assert_close(e.mT @ factors @ x, textbook(e.mT @ x), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_has_a_norm_too(dtype):
+    """The floor of the norm, and squares of large numbers, lie outside float16."""
+    torch.manual_seed(0)
+    matrix = torch.randn(2, 4, 6)
+    matrix[0] = 0
+    y = newton_schulz((matrix * 1000).to(dtype))
+    assert y.dtype == dtype
+    assert not y[0].any()
+    torch.testing.assert_close(y.float(), newton_schulz(matrix), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("in_batch", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_gives_zero_with_finite_gradients(in_batch, dtype):

@@ -37,12 +37,17 @@ def run(arguments: argparse.Namespace) -> None:
     inputs = tokenizer(arguments.prompt, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
     sampling = {} if arguments.greedy else {k: getattr(arguments, k) for k in ("temperature", "top_k", "top_p")}
     set_seed(arguments.seed)
-    ids = model.generate(
-        **inputs.to(model.device),
-        max_new_tokens=arguments.max_new_tokens,
-        do_sample=not arguments.greedy,
-        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **sampling,
-    )
+    try:
+        ids = model.generate(
+            **inputs.to(model.device),
+            max_new_tokens=arguments.max_new_tokens,
+            do_sample=not arguments.greedy,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            **sampling,
+        )
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"the model in {arguments.model} does not generate as its config.json and generation_config.json ask: {error}"
+        ) from error
     print(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -6,7 +6,6 @@ No weights are made for it: a preset or size answers at once.
 import argparse
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from atlas_hf.cli.options import add_model_arguments, build_config, check_model_folder, innermost, path
@@ -42,7 +41,7 @@ def load_config(path: Path) -> AtlasConfig:
     check_model_folder(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # of whatever kind a damaged folder makes transformers raise
         raise InputError(f"the configuration in {path} cannot be read: {innermost(error)}") from error
     if config.model_type != AtlasConfig.model_type:
         raise InputError(

@@ -262,6 +262,11 @@ def check_cache(cache: Cache | None, config: AtlasConfig, batch: int, dtype: tor
     """
     if cache is None or torch.compiler.is_compiling():
         return
+    if not hasattr(cache, "layers"):
+        raise TypeError(
+            f"cache must be a `Cache` of transformers, got {type(cache).__name__}: pass `DynamicCache(config=model.config)` "
+            "or what the model returned as `cache`"
+        )
     _adopt(cache)
     num_layers = config.num_hidden_layers
     if len(cache.layers) < num_layers or not all(hasattr(layer, "update_states") for layer in cache.layers):

@@ -16,6 +16,8 @@ def check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tenso
         attention_mask = attention_mask[LAYER_TYPE]
         if attention_mask is None:
             return None
+    if not isinstance(attention_mask, torch.Tensor):
+        raise TypeError(f"attention_mask must be a tensor [batch, tokens], got {type(attention_mask).__name__}")
     if attention_mask.ndim != 2:
         raise ValueError(
             f"attention_mask must be [batch, tokens], got {tuple(attention_mask.shape)}: a memory has no pairs of tokens "
@@ -29,10 +31,11 @@ def check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tenso
             f" after {int(past)} cached ones: give [{batch}, {int(past) + num_tokens}], or only the new tokens' part"
         )
     mask = attention_mask[:, length - num_tokens :]
-    if not compiling and mask.dtype != torch.bool and not bool((mask >= 0).all()):
+    # Not every dtype that holds a mask can be compared
+    if not compiling and mask.dtype != torch.bool and not bool((mask.float() >= 0).all()):
         raise ValueError(
-            f"attention_mask holds {mask.min().item()}: give 1 (or true) for tokens that exist and 0 for others, not terms "
-            "to add to attention scores"
+            f"attention_mask holds {mask.float().min().item():g}: give 1 (or true) for tokens that exist and 0 for others, "
+            "not terms to add to attention scores"
         )
     mask = mask.bool()
     if not compiling and bool(mask.all()):

@@ -192,6 +192,11 @@ class AtlasModel(AtlasPreTrainedModel):
             )
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.ndim != 3:
+            raise ValueError(
+                f"input_ids must be [batch, tokens] and inputs_embeds [batch, tokens, width], got embeddings of shape "
+                f"{tuple(inputs_embeds.shape)}: a single text is a batch of one row"
+            )
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         batch, num_tokens = inputs_embeds.shape[:2]
@@ -284,6 +289,11 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         if not skip_logits:
             logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         if labels is not None:
+            if labels.shape != outputs.last_hidden_state.shape[:2]:
+                raise ValueError(
+                    f"labels must be {tuple(outputs.last_hidden_state.shape[:2])}, one for each token, got "
+                    f"{tuple(labels.shape)}; they are shifted inside"
+                )
             mask = attention_mask[LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
             if mask is not None and kwargs.get("shift_labels") is None:
                 ignored = kwargs.get("ignore_index", -100)

@@ -48,8 +48,11 @@ def newton_schulz(
     Returns:
         `[..., out, in]`; singular values lie near 1 except those far below the largest one.
     """
-    norm = (matrix.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()
-    x = matrix / norm
+    # At least in float32: half precision knows no eps^2
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    norm = (wide.square().sum((-2, -1), keepdim=True) + eps**2).sqrt()
+    x = wide / norm
+    x = x.to(matrix.dtype) if matrix.is_floating_point() else x
     tall = x.shape[-2] > x.shape[-1]
     gram = x.transpose(-1, -2) @ x if tall else x @ x.transpose(-1, -2)
     total = None

@@ -97,7 +97,7 @@ def atlas_operator(scan):
         if cu_seqlens is not None:
             if lengths is not None:
                 raise ValueError("lengths and cu_seqlens both give the sequences' ends: pass one of them")
-            where, lengths = _packed_index(cu_seqlens, q)
+            where, lengths = _packed_index(cu_seqlens, q, tokens)
             q, tokens = _unpack(q, where), tokens.map(lambda x: _unpack(x, where))
         check_inputs(
             q, tokens.k, tokens.v, memory, tokens, feature_map, residual_scale, options, lengths, initial_state
@@ -168,14 +168,23 @@ def fold_rows(complete, new: Fast, old: Fast) -> Fast:
     )
 
 
-def _packed_index(cu_seqlens, q):
+def _packed_index(cu_seqlens, q, tokens):
     if q.ndim != 4 or q.shape[0] != 1:
         raise ValueError(
             f"cu_seqlens packs documents in a batch of one row: q must be [1, T, H, K], got {tuple(q.shape)}"
         )
+    for name, x in tokens._asdict().items():
+        if x.shape[:2] != q.shape[:2]:  # the index below would leave out what is too much
+            raise ValueError(
+                f"{name} must be packed as q is, [1, {q.shape[1]}, ...] with cu_seqlens, got {tuple(x.shape)}"
+            )
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"cu_seqlens must be whole numbers [N + 1], got shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+        )
     cu = cu_seqlens.to(q.device).long()
     lengths = cu.diff()
-    if cu.ndim != 1 or len(cu) < 2 or cu[0] != 0 or cu[-1] != q.shape[1] or (lengths < 0).any():
+    if cu[0] != 0 or cu[-1] != q.shape[1] or (lengths < 0).any():
         raise ValueError(f"cu_seqlens must rise from 0 to T = {q.shape[1]}, got {cu_seqlens.tolist()}")
     place = torch.arange(max(int(lengths.max()), 1), device=q.device)
     return (cu[:-1, None] + place).clamp_max(q.shape[1] - 1), lengths

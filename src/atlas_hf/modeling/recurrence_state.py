@@ -109,6 +109,9 @@ def check_inputs(q, k, v, memory, tokens: Tokens, feature_map, residual_scale, o
         raise ValueError(f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}")
     if v.shape[:3] != q.shape[:3] or v.ndim != 4:
         raise ValueError(f"v must be [B, T, H, V] with q's B, T, H {tuple(q.shape[:3])}, got {tuple(v.shape)}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be of a floating-point dtype, got {x.dtype}: convert it")
     for name in ("log_alpha", "eta", "log_theta"):
         if getattr(tokens, name).shape != q.shape[:3]:
             raise ValueError(f"{name} must be {tuple(q.shape[:3])}, got {tuple(getattr(tokens, name).shape)}")

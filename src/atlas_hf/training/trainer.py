@@ -120,9 +120,14 @@ def training_arguments(options: TrainingOptions, folder: Path, processes: Proces
     try:
         (arguments,) = HfArgumentParser(TrainingArguments).parse_dict({**fields, **extra})
     except (ValueError, TypeError, ImportError) as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in extra.items())
-        raise InputError(f"the trainer's fields ({given}) are refused: {error}; see TrainingArguments") from error
+        raise InputError(
+            f"the trainer's fields ({_told(extra)}) are refused: {error}; see TrainingArguments"
+        ) from error
     return arguments
+
+
+def _told(fields: dict) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
 
 def _as_declared(name: str, value):
@@ -245,7 +250,7 @@ def train(
     `board`: a folder for TensorBoard's log.
 
     Raises:
-        InputError: the loss is no longer a number.
+        InputError: the loss is no longer a number, or the trainer cannot start with the fields that it was given.
     """
     callbacks = [ProgressLines()]
     if board is not None and processes.is_main:
@@ -258,11 +263,20 @@ def train(
         # Trainer would take a batch for each of them, in threads of this process
         print(f"{arguments.n_gpu} GPUs are seen, one is used: start the command with torchrun to train on all of them")
         arguments._n_gpu = 1
-    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
-    trainer.with_muon = options.optimizer == "muon"
-    trainer.remove_callback(PrinterCallback)
     checkpoint = last_checkpoint(folder) if resume else None
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer = None
+    try:
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+        trainer.with_muon = options.optimizer == "muon"
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
+        if not options.extra or (trainer is not None and trainer.state.global_step):
+            raise
+        # Many fields, an optimiser's for one, are read only when training starts.
+        raise InputError(
+            f"the trainer cannot start with its fields ({_told(options.extra)}): {error}; see TrainingArguments"
+        ) from error
     # Trainer switches the cache off in the configuration that is saved; generation would then be slow for every reader.
     model.config.use_cache = use_cache
     losses = [(entry["step"], float(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry]
