@@ -82,17 +82,17 @@ def plot(rows: list[dict], path: Path) -> None:
     if not settings:
         return
     figure, axes = plt.subplots(1, len(settings), figsize=(6 * len(settings), 4.5), squeeze=False)
-    colours = {}
+    numbers = {}  # of the mixers: their colour, and past ten colours dots
     for axis, setting in zip(axes[0], settings, strict=True):
         here = [row for row in plain if row["setting"] == setting]
         chosen = shown_recipe(here)
         for mixer in sorted({row["mixer"] for row in here if recipe(row) == chosen}):
-            colour = colours.setdefault(mixer, f"C{len(colours) % 10}")
+            number = numbers.setdefault(mixer, len(numbers))
             runs = [row["accuracy"] for row in here if row["mixer"] == mixer and recipe(row) == chosen]
             steps = sorted(map(int, runs[0]))
             mean = [sum(run[str(s)] for run in runs) / len(runs) for s in steps]
-            style = "--" if mixer in ("attention", "gated_delta") else "-"
-            axis.plot(steps, mean, style, color=colour, label=f"{mixer} ({len(runs)})")
+            style = "--" if mixer in ("attention", "gated_delta") else "-" if number < 10 else ":"
+            axis.plot(steps, mean, style, color=f"C{number % 10}", label=f"{mixer} ({len(runs)})")
         axis.set(
             title=f"{setting}, {chosen[0]} steps, batches of {chosen[1]}",
             xlabel="training step",

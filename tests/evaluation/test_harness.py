@@ -137,6 +137,7 @@ def test_of_a_dataset_what_is_held_out_is_measured(model_folder, working_directo
         (("--tasks", NAMES[0], "--include-path", "nowhere"), "--include-path nowhere is not a folder"),
         (("--text", "nowhere.txt"), "nowhere.txt does not exist"),
         (("--text", "novel.txt", "--output", "."), "--output . is a folder"),
+        (("--text", "novel.txt", "--output", "novel.txt"), "--output novel.txt exists and holds no results"),
         (("--text", "novel.txt", "--output", "no/where.json"), "--output no/where.json cannot be written"),
         (("--text", "novel.txt", "--segment-size", "0"), "'0' is not a whole number"),
     ],

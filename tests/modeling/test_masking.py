@@ -220,6 +220,16 @@ def test_refuses_what_is_no_tensor_of_tokens(small_model, random_ids):
         model(ids, cache=((ids, ids),))
 
 
+def test_tuples_for_those_who_ask_for_them(small_model, random_ids):
+    model, ids = small_model(), random_ids(2, 6)
+    loss, logits = model(ids, labels=ids, use_cache=False).to_tuple()
+    model.config.return_dict = False
+    found = model(ids, labels=ids, use_cache=False)
+    assert isinstance(found, tuple)
+    torch.testing.assert_close(found[0], loss)
+    torch.testing.assert_close(found[1], logits)
+
+
 def test_refuses_a_mask_that_does_not_fit_the_cache(small_model, random_ids):
     model, ids = small_model(), random_ids(2, 9)
     with torch.no_grad():

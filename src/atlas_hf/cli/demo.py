@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline, set_seed
 
-from atlas_hf.cli.options import add_model_arguments, path, positive_int
+from atlas_hf.cli.options import add_model_arguments, command_name, path, positive_int
 from atlas_hf.cli.train import (
     add_training_arguments,
     check_blocks,
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"\nWritten in {time.perf_counter() - started:.0f} s:")
     for name in ("model.safetensors", "config.json", "tokenizer.json", LOSS_CURVE, RUN_FILE):
         print(f"  {arguments.output / name}")
-    print(f'Next: atlas-hf generate --model {arguments.output} --prompt "..."')
+    print(f'Next: {command_name()} generate --model {arguments.output} --prompt "..."')
 
 
 def _print_continuation(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,8 @@ A text is read through one cache, piece by piece: memory does not grow with it.
 """
 
 import argparse
+import json
+from pathlib import Path
 
 import torch
 
@@ -43,6 +45,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError(f"--output {arguments.output} cannot be written: {arguments.output.parent} is not a folder")
     if arguments.output is not None and arguments.output.is_dir():
         raise InputError(f"--output {arguments.output} is a folder: name a file")
+    if arguments.output is not None and arguments.output.exists() and not _is_report(arguments.output):
+        raise InputError(f"--output {arguments.output} exists and holds no results: name another file, or remove it")
     results: dict[str, dict[str, float]] = {}
     if arguments.text:
         results["text"] = _measure_texts(arguments)
@@ -65,6 +69,15 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{name:<28}{metric:<20}{shown:>14}")
     if arguments.output is not None:
         arguments.output.write_text(to_json(results), encoding="utf-8")
+
+
+def _is_report(path: Path) -> bool:
+    """Whether a file holds what an earlier call wrote, and may be replaced: anything else may be the text or the model."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(held, dict) and all(isinstance(metrics, dict) for metrics in held.values())
 
 
 def _measure_texts(arguments: argparse.Namespace) -> dict[str, float]:

@@ -4,6 +4,8 @@ import argparse
 import errno
 import json
 import os
+import shutil
+import sys
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -61,12 +63,21 @@ def _number(text, kind, allowed, wanted):
 
 
 def path(text: str) -> Path:
+    if not text:  # a variable that is not set; a path without a name is the folder of work
+        raise argparse.ArgumentTypeError("the path is empty: name a file or folder")
     try:
         os.lstat(text)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise argparse.ArgumentTypeError(f"{text[:40]!r}... is no path: {error.strerror}") from error
     return Path(text)
+
+
+def command_name() -> str:
+    """How the user calls this command: by name where the shell finds it, by path in an environment that is not active."""
+    name = "atlas-hf"
+    called = Path(sys.argv[0])
+    return str(called) if shutil.which(name) is None and called.name == name else name
 
 
 def assignment(text: str) -> tuple[str, object]:

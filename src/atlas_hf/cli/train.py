@@ -17,6 +17,7 @@ from atlas_hf.cli.options import (
     add_model_arguments,
     assignment,
     build_config,
+    command_name,
     load_model,
     natural,
     path,
@@ -250,7 +251,7 @@ def _run(arguments: argparse.Namespace, processes: Processes) -> None:
         processes=processes,
     )
     print(f"Written to {arguments.output}: model, tokenizer, run.json, loss.png")
-    print(f'Next: atlas-hf generate --model {arguments.output} --prompt "..."')
+    print(f'Next: {command_name()} generate --model {arguments.output} --prompt "..."')
 
 
 def describe(model: PreTrainedModel, data: Data, processes: Processes = ALONE) -> None:

@@ -283,6 +283,7 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         logits = loss = None
@@ -366,6 +367,7 @@ class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreT
             cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         hidden_states, mask = outputs.last_hidden_state, attention_mask
