@@ -241,8 +241,15 @@ def test_a_json_file_without_rows(train_tiny, tmp_path, flags):
 def test_an_output_of_the_folder_one_stands_in(train_tiny, tmp_path, monkeypatch):
     (tmp_path / "input").mkdir()
     monkeypatch.chdir(tmp_path / "input")
-    for output in (".", ""):
-        assert_refused(train_tiny(output), tmp_path, "is the folder you are in")
+    assert_refused(train_tiny("."), tmp_path, "is the folder you are in")
+
+
+def test_an_empty_path_is_no_folder(train_tiny, tmp_path):
+    """A shell variable that is not set, not all the texts of the folder one stands in."""
+    for outcome in (train_tiny(""), train_tiny(tmp_path / "out", texts=[""])):
+        assert outcome.code == 2
+        assert "the path is empty: name a file or folder" in outcome.err
+        assert {path.name for path in tmp_path.iterdir()} <= {"story.txt"}
 
 
 def test_outputs_that_cannot_be_replaced(train_tiny, tmp_path, monkeypatch):
