@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise InputError(f"--output {arguments.output} cannot be written: {arguments.output.parent} is not a folder")
     if arguments.output is not None and arguments.output.is_dir():
         raise InputError(f"--output {arguments.output} is a folder: name a file")
-    if arguments.output is not None and arguments.output.exists() and not _is_report(arguments.output):
+    if arguments.output is not None and arguments.output.is_file() and not _is_report(arguments.output):
         raise InputError(f"--output {arguments.output} exists and holds no results: name another file, or remove it")
     results: dict[str, dict[str, float]] = {}
     if arguments.text:
