@@ -68,8 +68,9 @@ def main():
     lines = [
         "# Newton-Schulz in token space",
         "",
-        "One chunk of one head, five steps, one CPU thread. CPU times are medians of 7 alternating rounds for float32",
-        "factors, whose steps in token space are taken in double; the difference is the largest for float64 factors.",
+        "`python benchmarks/newton_schulz.py`: one chunk of one head, five steps, one CPU thread. CPU times are medians of 7",
+        "alternating rounds for float32 factors, whose steps in token space are taken in double; the difference is the",
+        "largest for float64 factors.",
         f"{platform.machine()}, torch {torch.__version__}.",
         "",
         "| E | F | tokens in view | difference | matrices, ms | token space, ms | ratio |",

@@ -76,8 +76,8 @@ def table(rows: list[dict], rounds: int) -> str:
     lines = [
         "# Where the time goes, and what bounds it",
         "",
-        "CPU milliseconds of one call (decoding: of 16 tokens) on one thread, medians of "
-        f"{rounds} rounds that take turns with Llama, in the skeleton",
+        "`python benchmarks/speed_profile.py`: CPU milliseconds of one call (decoding: of 16 tokens) on one thread, medians",
+        f"of {rounds} rounds that take turns with Llama, in the skeleton",
         "of `speed.md`. Products: matrix products, those of projections and SwiGLU included. Calls: of PyTorch's operators.",
         "Bounds of the ratio to Llama, if nothing but this took time: the products, at the rate at which they run here or at",
         "that of one 2048-cube product; in decoding, reading weights and state once a token.",

@@ -33,7 +33,8 @@ def table(rows: list[dict]) -> str:
     lines = [
         "# Multi-query associative recall",
         "",
-        "Share of queries answered right on held-out sequences, by training step.",
+        "Share of queries answered right on held-out sequences, by training step: `python benchmarks/recall.py`, with",
+        "`--setting`, `--mixers`, `--seeds`, `--steps`, `--batch-size` and `--override` as each row says.",
     ]
     groups = {}
     for row in rows:

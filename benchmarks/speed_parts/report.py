@@ -36,9 +36,10 @@ def table(rows: list[dict]) -> str:
     lines = [
         "# Speed",
         "",
-        "Hidden 256, four layers, four heads, vocabulary 4,096, float32, batch 2. Ratios are Llama's time over the",
-        "contender's, in the same run and turn by turn: above 1 is faster than Llama. Medians over the rounds; CPU time of",
-        "all threads.",
+        "`OMP_NUM_THREADS=1 python benchmarks/speed.py --peer FOLDER`: hidden 256, four layers, four heads, vocabulary",
+        "4,096, float32, batch 2, Atlas with `memory_expansion=4`; widths are equal, numbers of parameters are not. Ratios",
+        "are Llama's time over the contender's, in the same run and turn by turn: above 1 is faster than Llama. Medians over",
+        "the rounds; CPU time of all threads.",
         "",
         *runs(rows),
         "",

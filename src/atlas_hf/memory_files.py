@@ -17,6 +17,7 @@ from atlas_hf.modeling.memory_origin import check_origin, origin_of
 
 FORMAT = "atlas-memory"
 FORMAT_VERSION = "1"
+METADATA = ("format", "version", "positions", "origin", "fingerprint")
 
 
 def copy_memory(cache: Cache) -> Cache:
@@ -50,6 +51,7 @@ def save_memory(cache: Cache, path: str | Path, model: nn.Module | None = None) 
         ValueError: it has seen no tokens, or those of another model than `model`, or nobody knows whose: a compiled model
             leaves no trace of itself.
         FileNotFoundError: there is no folder of `path`.
+        IsADirectoryError: `path` is a folder itself.
     """
     _check_layers(cache)
     first = cache.layers[0]
@@ -76,6 +78,8 @@ def save_memory(cache: Cache, path: str | Path, model: nn.Module | None = None) 
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to save the memory in: create it first")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file in it, such as {path / 'text.safetensors'}")
     partial = path.with_name(path.name + ".partial")
     try:
         save_file(tensors, partial, metadata)
@@ -97,8 +101,10 @@ def load_memory(path: str | Path, model: nn.Module) -> DynamicCache:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"{path} holds no memory: name a file that `save_memory` wrote")
+            missing = [name for name in METADATA if name not in metadata]
+            if missing or metadata["format"] != FORMAT:
+                lacking = f" (its header lacks {', '.join(missing)})" if missing else ""
+                raise ValueError(f"{path} holds no memory{lacking}: name a file that `save_memory` wrote")
             if metadata["version"] != FORMAT_VERSION:
                 raise ValueError(
                     f"{path} has version {metadata['version']} of the format, this is version {FORMAT_VERSION}: use the "
@@ -136,7 +142,7 @@ def _check_layers(cache: Cache) -> None:
 
 def _base_of(model: nn.Module) -> nn.Module:
     """The `AtlasModel` inside a model and whatever wraps it, by name: remote code has a class of its own."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if type(module).__name__ == "AtlasModel":
             return module
     raise TypeError(f"{type(model).__name__} is no Atlas model")

@@ -81,7 +81,11 @@ def test_streams(from_yaml, documents, tmp_path, kind, capsys):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("content", "part"),
-    [("", "holds no documents"), ('{"text": "one"}\n{"text": ', "JSON parse error: Invalid value. in row 1")],
+    [
+        ("", "holds no documents"),
+        ('{"text": " "}', "holds no text"),
+        ('{"text": "one"}\n{"text": ', "JSON parse error: Invalid value. in row 1"),
+    ],
 )
 def test_folders_of_data_that_cannot_be_read(from_yaml, tmp_path, content, part, stream):
     (tmp_path / "data").mkdir()
@@ -90,6 +94,25 @@ def test_folders_of_data_that_cannot_be_read(from_yaml, tmp_path, content, part,
     assert outcome.code == 2
     assert str(tmp_path / "data") in outcome.err
     assert part in outcome.err
+
+
+def test_a_stream_without_text(from_yaml, text_file, tmp_path):
+    """More rows than are looked at before."""
+    (tmp_path / "rows.jsonl").write_text('{"text": ""}\n' * 20)
+    fields = {"texts": [str(tmp_path / "rows.jsonl")], "held_out": [str(text_file)]}
+    outcome = from_yaml(output=str(tmp_path / "out"), stream=True, **fields)
+    assert outcome.code == 2
+    assert "the stream holds no text to train on" in outcome.err
+
+
+def test_a_split_that_nobody_asked_for_is_not_opened(documents, tmp_path):
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict({"text": documents}).to_json(tmp_path / "data" / "train.jsonl")
+    (tmp_path / "data" / "test.jsonl").write_text('{"text": ""}\n')
+    stream = open_stream([], str(tmp_path / "data"), None, "text", hold_out=False)
+    assert stream.sample() == documents
+    with pytest.raises(InputError, match=r"the split test of .*data holds no text"):
+        open_stream([], str(tmp_path / "data"), None, "text", hold_out=True)
 
 
 def test_a_stream_of_texts_of_two_types(documents, tmp_path):

@@ -109,6 +109,64 @@ def test_an_interrupted_run_resumes_to_the_same_weights(train_tiny, tmp_path, mo
         torch.testing.assert_close(cut[key], whole[key], rtol=1e-6, atol=1e-7)
 
 
+def test_a_run_interrupted_after_its_last_step_makes_no_other(train_tiny, tmp_path, monkeypatch):
+    flags = ("--max-steps", 6, "--save-steps", 2, "--trainer", "lr_scheduler_type=constant")
+    assert train_tiny(tmp_path / "whole", *flags).code == 0
+    calls = []
+
+    def measured(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return 1.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr("atlas_hf.training.run.model_perplexity", measured)
+        assert train_tiny(tmp_path / "cut", *flags).code == 130
+    assert (tmp_path / "cut.partial" / "checkpoints" / "checkpoint-6").is_dir()
+    assert train_tiny(tmp_path / "cut", *flags, "--resume").code == 0
+    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    for key in whole:
+        torch.testing.assert_close(cut[key], whole[key], rtol=1e-6, atol=1e-7)
+    told = [json.loads((tmp_path / name / "run.json").read_text())["losses"] for name in ("whole", "cut")]
+    assert [step for step, _ in told[1]] == [step for step, _ in told[0]]
+
+
+def test_a_resumed_run_goes_on_in_the_same_texts_or_not_at_all(train_tiny, text_file, tmp_path, monkeypatch):
+    flags = ("--max-steps", 4, "--save-steps", 2)
+
+    class Interrupted(trainer_module.Trainer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.add_callback(InterruptAt(3))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "Trainer", Interrupted)
+        assert train_tiny(tmp_path / "cut", *flags).code == 130
+    old = text_file.read_text()
+    text_file.write_text(old[::-1])
+    changed = train_tiny(tmp_path / "cut", *flags, "--resume")
+    assert changed.code == 2
+    assert "had other settings: data_sha256=" in changed.err
+    text_file.write_text(old)
+    described = tmp_path / "cut.partial" / "run.json"
+    whole = described.read_text()
+    described.write_text(whole[: len(whole) // 2])
+    torn = train_tiny(tmp_path / "cut", *flags, "--resume")
+    assert torn.code == 2
+    assert "does not hold the settings of the interrupted run: begin anew with --overwrite" in torn.err
+    described.write_text(whole)
+    assert train_tiny(tmp_path / "cut", *flags, "--resume").code == 0
+
+
+def test_texts_that_fill_no_batch(train_tiny, tmp_path):
+    flags = ("--batch-size", 256, "--trainer", "dataloader_drop_last=true")
+    outcome = train_tiny(tmp_path / "out", *flags)
+    assert outcome.code == 2
+    assert "training ended after 0 of" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupted_run_without_checkpoints_leaves_nothing(train_tiny, tmp_path, monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
@@ -194,7 +252,11 @@ def test_presets_reach_the_model(train_tiny, tmp_path):
     [
         (b"", "holds no text"),
         (b"  \n\n ", "holds no text"),
-        (b"caf\xe9 au lait " * 99, "is not UTF-8 (byte 3 is 0xe9)"),
+        (b"caf\xe9 au lait " * 99, "is not UTF-8 (byte 3 is 0xe9): convert it, for example with `iconv -f latin1"),
+        (
+            "The coach. ".encode("utf-16") * 99,
+            "is not UTF-8 (byte 0 is 0xff): convert it, for example with `iconv -f utf-16",
+        ),
         (b"short", "less than one block of 16"),
         (b"abcdefghijklmnopqrst", "none to hold out"),
     ],
@@ -290,6 +352,35 @@ def test_a_finished_run_is_kept_whatever_happens_to_its_output(train_tiny, tmp_p
     assert (partial / "run.json").exists()
 
 
+def test_what_came_to_the_output_meanwhile_is_kept(tmp_path):
+    def write():
+        with staged(tmp_path / "out") as folder:
+            (folder / "run.json").write_text("{}")
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "letter.txt").write_text("dear")
+
+    with pytest.raises(InputError, match=r"is not empty: name another folder; all was written to .*out\.partial"):
+        write()
+    assert (tmp_path / "out" / "letter.txt").read_text() == "dear"
+    assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["run.json"]
+
+
+def test_a_second_command_does_not_take_the_folder_of_the_first(train_tiny, tmp_path):
+    with staged(tmp_path / "out") as folder:
+        (folder / "run.json").write_text("{}")
+        for flags in ((), ("--overwrite",)):
+            outcome = train_tiny(tmp_path / "out", *flags)
+            assert outcome.code == 2
+            assert f"another command is writing to {folder}: wait for it" in outcome.err
+        assert (folder / "run.json").exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
+    # Killed before it wrote anything: the folder is nobody's
+    (tmp_path / "next.partial").mkdir()
+    (tmp_path / "next.partial" / ".lock").touch()
+    assert train_tiny(tmp_path / "next").code == 0
+    assert not (tmp_path / "next" / ".lock").exists()
+
+
 def test_a_tokenizer_larger_than_the_model(trained, train_tiny, tmp_path):
     train_tokenizer(["one two three four five six"] * 9, 320).save_pretrained(tmp_path / "input")
     large = train_tokenizer(["".join(chr(0x4E00 + i) for i in range(400))] * 3, 900)
@@ -305,7 +396,10 @@ def test_a_tokenizer_larger_than_the_model(trained, train_tiny, tmp_path):
         (("--vocab-size", 100), ("vocab_size=100", "at least 258")),
         (("--preset", "atlantis"), ("--preset", "'atlantis'", "omeganet")),
         (("--size", "2B"), ("--size", "'2B'", "340M")),
+        (("--vocab-size", 10**12), ("vocab_size=1000000000000", "1048576 at most")),
         (("--set", "chunk_sise=8"), ("chunk_sise=8",)),
+        (("--set", "dtype=float16"), ("dtype='float16'", "AtlasConfig's own fields are")),
+        (("--set", "auto_map={}"), ("auto_map={}", "AtlasConfig's own fields are")),
         (("--set", "memory=cubic"), ("memory='cubic'", "gated")),
         (("--set", 'hidden_act="nothing"'), ("hidden_act",)),
         (("--set", "nothing"), ("'nothing'", "FIELD=VALUE")),

@@ -65,6 +65,7 @@ def test_flags_override_the_file(from_yaml, text_file, tmp_path):
         ({"trainer": {"bf16": None}}, ("bf16=None", "true or false")),
         ({"trainer": {"lr_scheduler_type": "warmup_stable_decay"}}, ("cannot start", "num_decay_steps")),
         ({"trainer": {"torch_compile_backend": "foo"}}, ("cannot start", "torch_compile_backend='foo'")),
+        ({"trainer": {"resume_from_checkpoint": "x"}}, ("resume_from_checkpoint", "no effect", "--resume")),
         ({"trainer": {"data_seed": "a"}}, ("data_seed='a'", "a whole number")),
         ({"trainer": {"lr_scheduler_type": "stairs"}}, ("lr_scheduler_type='stairs'",)),
         ({"output": None}, ("no output", "--output")),

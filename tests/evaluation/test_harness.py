@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from atlas_hf import AtlasForCausalLM
 from atlas_hf.cli.main import main
-from atlas_hf.evaluation.harness import evaluate_tasks, scores
+from atlas_hf.evaluation.harness import evaluate_tasks, scores, tasks_without_score
 from atlas_hf.evaluation.streaming import StreamedLoss, streamed_loss
 
 NAMES = ["atlas_local_choice", "atlas_local_written", "atlas_local_pages"]
@@ -120,6 +120,70 @@ def test_a_task_without_its_data(model_folder, working_directory, capsys):
     assert "choice.jsonl" in error
 
 
+WRONG_TASKS = {
+    "few-shot above the documents": ("num_fewshot: 0", "num_fewshot: 90", "num_fewshot=None"),
+    "unknown field": ('"{{question}}"', '"{{no_such_field}}"', "no_such_field"),
+    "missing split": ("test_split: test", "test_split: elsewhere", "elsewhere"),
+    "output type": ("output_type: multiple_choice", "output_type: riddle", "riddle"),
+    "unknown key": ("num_fewshot: 0", "colour: red", "colour"),
+    "broken template": ('"{{question}}"', '"{{question"', "TemplateSyntaxError"),
+    "aggregation": ("aggregation: mean", "aggregation: middle", f"lm-eval cannot use {NAMES[0]}"),
+    "metric": ("metric: acc,", "metric: no_such_metric,", "gave no score"),
+    "syntax": ("metric_list:", "metric_list: [", "cannot be read as YAML"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TASKS)
+def test_a_task_file_that_is_wrong(model_folder, working_directory, capsys, name):
+    right = (
+        (TASKS / "choice.yaml")
+        .read_text()
+        .replace("  - {metric: acc_norm, aggregation: mean, higher_is_better: true}\n", "num_fewshot: 0\n")
+    )
+    old, new, message = WRONG_TASKS[name]
+    assert old in right
+    (working_directory / "tasks").mkdir()
+    (working_directory / "tasks" / "choice.yaml").write_text(right.replace(old, new))
+    arguments = ["evaluate", "--model", str(model_folder), "--tasks", NAMES[0], "--include-path", "tasks"]
+    assert main([*arguments, "--limit", "3"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_what_was_measured_is_kept_though_a_task_gave_no_score(model_folder, working_directory, capsys):
+    (working_directory / "tasks").mkdir()
+    right = (TASKS / "choice.yaml").read_text()
+    (working_directory / "tasks" / "choice.yaml").write_text(right)
+    silent = right.replace(NAMES[0], "silent").replace("metric: acc", "metric: no_such_metric")
+    (working_directory / "tasks" / "silent.yaml").write_text(silent)
+    (working_directory / "novel.txt").write_text("The coach came to the village. ")
+    arguments = ["evaluate", "--model", str(model_folder), "--text", "novel.txt", "--output", "results.json"]
+    assert main([*arguments, "--tasks", NAMES[0], "silent", "--include-path", "tasks", "--limit", "3"]) == 2
+    outcome = capsys.readouterr()
+    assert "silent gave no score" in outcome.err
+    assert "acc" in outcome.out
+    written = json.loads((working_directory / "results.json").read_text())
+    assert written["text"]["tokens"] > 0
+    assert written[NAMES[0]]["acc"] >= 0
+
+
+def test_scores_of_several_numbers():
+    metrics = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1, "count,none": 3, "em,none": {"short": 1.0}}
+    results = {"results": {"a": metrics, "b": {"alias": "b"}}, "configs": {"a": {}, "b": {}}}
+    assert scores(results) == {"a": {"acc": 0.5, "count": 3.0, "em.short": 1.0}, "b": {}}
+    assert tasks_without_score(results) == ["b"]
+
+
+def test_an_error_of_the_model_is_not_the_tasks(model_folder, working_directory, monkeypatch):
+    def fail(*arguments, **named):
+        raise RuntimeError("of the model")
+
+    monkeypatch.setattr(AtlasForCausalLM, "forward", fail)
+    with pytest.raises(RuntimeError, match="of the model"):
+        evaluate_tasks(model_folder, NAMES[:1], include_path=TASKS)
+
+
 def test_of_a_dataset_what_is_held_out_is_measured(model_folder, working_directory, capsys):
     splits = {name: [f"The {name}."] * count for name, count in (("train", 5), ("test", 2))}
     rows = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
@@ -133,6 +197,7 @@ def test_of_a_dataset_what_is_held_out_is_measured(model_folder, working_directo
     ("flags", "message"),
     [
         ((), "there is nothing to measure: name --tasks or --text"),
+        (("--tasks", ""), "tasks=[''] names no task"),
         (("--tasks", "no_such_task"), "no task no_such_task in lm-eval: `lm-eval ls tasks` lists them"),
         (("--tasks", NAMES[0], "--include-path", "nowhere"), "--include-path nowhere is not a folder"),
         (("--text", "nowhere.txt"), "nowhere.txt does not exist"),

@@ -82,3 +82,14 @@ def test_refuses_what_is_no_text(model, ids, size):
         streamed_loss(model, ids, 0, segment_size=size)
     with pytest.raises(ValueError, match="segment_size=0 is not allowed"):
         streamed_loss(model, torch.ones(3, dtype=int), 0, segment_size=0)
+
+
+def test_a_model_that_fails_goes_on_training(model, long_ids, monkeypatch):
+    def fail(*arguments, **named):
+        raise RuntimeError("of the model")
+
+    model.train()
+    monkeypatch.setattr(AtlasForCausalLM, "forward", fail)
+    with pytest.raises(RuntimeError, match="of the model"):
+        streamed_loss(model, long_ids, 0)
+    assert model.training

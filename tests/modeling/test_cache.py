@@ -332,3 +332,7 @@ def test_static_layer_writes_in_place(small_model, random_ids, assert_equal_logi
     logits = model(ids[:1, :1].expand(2, 1), cache=cache).logits
     assert_equal_logits(logits[0], logits[1])
     assert (logits[1] - model(ids[:1, :1], use_cache=False).logits).abs().max() > 1e-3
+    cache.reset()
+    for first, last in ((0, 9), (9, 10)):  # of another number of rows
+        part = model(ids[:1, first:last], cache=cache).logits
+        assert_equal_logits(part, expected[:1, first:last])

@@ -18,9 +18,13 @@ def test_presets():
     for name, fields in PRESETS.items():
         config = getattr(AtlasConfig, name)()
         assert {field: getattr(config, field) for field in fields} == fields
-    assert AtlasConfig.atlas().rule == "muon"
+    atlas = AtlasConfig.atlas()
+    assert (atlas.rule, atlas.momentum, atlas.chunk_size, atlas.muon_interval) == ("muon", "restart", 8, 4)
+    assert AtlasConfig().to_dict() == atlas.to_dict()
     assert AtlasConfig.atlas_plus_plus().memory == "gated"
-    assert (AtlasConfig.omeganet().rule, AtlasConfig.omeganet().momentum) == ("gd", "none")
+    omeganet = AtlasConfig.omeganet()
+    assert (omeganet.rule, omeganet.momentum, omeganet.chunk_size, omeganet.muon_interval) == ("gd", "none", 16, 1)
+    assert (atlas.learning_rate_init, omeganet.learning_rate_init) == (0.1, 0.5)
     titans = AtlasConfig.titans()
     assert (titans.rule, titans.omega_window, titans.momentum) == ("gd", 1, "carry")
 
@@ -47,6 +51,8 @@ def test_derived_fields():
     assert 1 <= config.feature_rank <= 32
     assert AtlasConfig(hidden_size=16, num_attention_heads=8).feature_rank == 2
     assert AtlasConfig(feature_degree=1).feature_rank is None
+    assert [AtlasConfig(chunk_size=b).muon_interval for b in (16, 6, 1)] == [4, 2, 1]
+    assert AtlasConfig(rule="gd").muon_interval == 1
     assert AtlasConfig(hidden_size=30, num_attention_heads=4, head_dim=16).head_dim == 16
     assert config.num_heads == 8
 

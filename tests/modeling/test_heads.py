@@ -76,6 +76,7 @@ def test_sequence_classification_believes_the_mask(small_config, random_ids, ass
     assert_equal_logits(model(ids, attention_mask=mask).logits, alone)
     embeds = model.get_input_embeddings()(ids)
     assert_equal_logits(model(inputs_embeds=embeds, attention_mask=mask).logits, alone)
+    assert_equal_logits(model(ids, attention_mask={"atlas": mask}).logits, alone)
     cache = model(ids[:, :4], attention_mask=mask[:, :4], use_cache=True).cache
     assert_equal_logits(model(ids[:, 4:], attention_mask=mask, cache=cache).logits, alone)
     with pytest.raises(ValueError, match="2 rows, and nothing says where each ends"):

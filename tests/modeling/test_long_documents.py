@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
 from atlas_hf import detach_cache
 
@@ -61,6 +61,9 @@ def test_detaching_keeps_the_memory_and_cuts_the_gradient(small_model, random_id
 
 def test_a_cache_without_tokens_and_a_recording_one(small_model, random_ids, assert_equal_logits):
     model, ids = small_model(), random_ids(2, 9)
+    for wrong in (None, DynamicCache(), DynamicCache(config=LlamaConfig(num_hidden_layers=1))):
+        with pytest.raises(TypeError, match="holds no memory to detach: pass what an Atlas model returned"):
+            detach_cache(wrong)
     cache = detach_cache(DynamicCache(config=model.config))
     cache.activate_past_recording()
     model(ids[:, :6], cache=cache)

@@ -208,6 +208,11 @@ def test_refuses_other_masks(small_model, random_ids, mask, message):
         small_model()(random_ids(2, 6), attention_mask=mask)
 
 
+def test_refuses_a_dictionary_without_its_layers(small_model, random_ids):
+    with pytest.raises(ValueError, match="dictionary with full_attention and without 'atlas'"):
+        small_model()(random_ids(1, 4), attention_mask={"full_attention": torch.ones(1, 4)})
+
+
 def test_refuses_what_is_no_tensor_of_tokens(small_model, random_ids):
     model, ids = small_model(), random_ids(2, 6)
     with pytest.raises(TypeError, match=r"attention_mask must be a tensor .* got list"):

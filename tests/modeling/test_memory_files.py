@@ -189,6 +189,18 @@ def test_files_that_hold_no_memory(small_model, random_ids, tmp_path):
         save_file(load_file(path), tmp_path / "changed.safetensors", metadata | changed)
         with pytest.raises(ValueError, match=message):
             load_memory(tmp_path / "changed.safetensors", model)
+    save_file(
+        load_file(path), tmp_path / "changed.safetensors", {n: x for n, x in metadata.items() if n != "positions"}
+    )
+    with pytest.raises(ValueError, match=r"holds no memory \(its header lacks positions\)"):
+        load_memory(tmp_path / "changed.safetensors", model)
+    with pytest.raises(IsADirectoryError, match=r"is a folder: name a file in it"):
+        save_memory(read(model, random_ids(1, 6)), tmp_path)
+    for wrong in (None, "a name"):
+        with pytest.raises(TypeError, match=f"{type(wrong).__name__} is no Atlas model"):
+            load_memory(path, wrong)
+    with pytest.raises(TypeError, match="str is no Atlas model"):
+        save_memory(read(model, random_ids(1, 6)), path, "a name")
     with pytest.raises(TypeError, match="Linear is no Atlas model"):
         load_memory(path, torch.nn.Linear(2, 2))
 

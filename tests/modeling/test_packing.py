@@ -120,6 +120,7 @@ def test_gradients_stay_apart(packed):
         ({"seq_idx": torch.zeros(1, 7)}, "seq_idx must be \\(1, 19\\), got \\(1, 7\\)"),
         ({"cu_seq_lens_q": torch.tensor([0, 7])}, "must rise from 0"),
         ({"cu_seq_lens_q": torch.tensor([0, 9, 5, 19])}, "must rise from 0"),
+        ({"cu_seq_lens_q": [0, 5.5, 19]}, "must be whole numbers, got torch.float32"),
         ({"cu_seq_lens_q": torch.tensor([0, 6, 19]), "seq_idx": torch.tensor([[0] * 5 + [1] * 14])}, "different"),
     ],
 )
@@ -127,6 +128,19 @@ def test_refuses_what_does_not_fit(packed, arguments, message):
     model, ids, _ = packed()
     with pytest.raises(ValueError, match=message):
         model(ids, **arguments)
+
+
+@torch.no_grad()
+def test_a_packed_pass_can_be_taken_back(small_model, random_ids, assert_equal_logits, preset):
+    model, ids = small_model(preset), random_ids(2, 19)
+    expected = model(ids[:, 6:]).logits
+    for removed in (1, 4, 12):
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        positions = torch.cat([torch.arange(6), torch.arange(13)])[None]
+        model(ids, position_ids=positions, cache=cache)
+        cache.crop(-removed)
+        assert_equal_logits(model(ids[:, 19 - removed :], cache=cache).logits, expected[:, 13 - removed :])
 
 
 @torch.no_grad()

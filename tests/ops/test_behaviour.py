@@ -193,7 +193,7 @@ def test_feature_products_equal_the_kernel(degree, rank):
 
 def call(**changes):
     p = make_problem(changes.pop("memory", "mlp"), tokens=6)
-    for name in ("q", "k", "v", "residual_scale"):
+    for name in ("q", "k", "v", "residual_scale", "feature_map"):
         if name in changes:
             setattr(p, name, changes.pop(name))
     gates = p.gates | {name: changes.pop(name) for name in list(changes) if name in p.gates}
@@ -211,8 +211,16 @@ def call(**changes):
         ({"output_errors": "both"}, "output_errors"),
         ({"chunk_size": 0}, "chunk_size"),
         ({"muon_interval": 9}, "muon_interval"),
+        ({"muon_interval": 2}, "no meaning with rule='gd'"),
+        ({"chunk_size": True}, "chunk_size must be an integer"),
+        ({"newton_schulz_coefficients": (1.0, 2.0)}, "three numbers"),
+        ({"newton_schulz_coefficients": 1.0}, "three numbers"),
         ({"newton_schulz_steps": -1}, "newton_schulz_steps"),
         ({"hidden_rate": -1.0}, "hidden_rate"),
+        ({"hidden_rate": float("nan")}, "hidden_rate must be a number, 0 or more, got nan"),
+        ({"feature_map": PolynomialFeatureMap(3, 4, 2)}, "made for 3 heads of width 4, and q has 2 of width 4"),
+        ({"lengths": torch.tensor([1.5, 2.0])}, "lengths must be whole numbers, got torch.float32"),
+        ({"lengths": torch.tensor([True, False])}, "lengths must be whole numbers, got torch.bool"),
         ({"k": torch.zeros(2, 6, 2, 5)}, "k must have"),
         ({"v": torch.zeros(2, 5, 2, 4)}, "v must be"),
         ({"eta": torch.zeros(2, 6, 3)}, "eta must be"),
@@ -232,6 +240,65 @@ def call(**changes):
 def test_what_does_not_fit_is_named(changes, named):
     with pytest.raises(ValueError, match=named):
         call(**changes)
+
+
+@pytest.mark.parametrize("name", ["q", "eta", "lengths"])
+def test_lists_are_no_tensors(name):
+    with pytest.raises(TypeError, match=rf"{name} must be a tensor, got list: make one of it by torch.tensor"):
+        call(**{name: [[1.0], [2.0]]})
+    p = make_problem(tokens=6)
+    p.memory = [m.tolist() for m in p.memory]
+    with pytest.raises(TypeError, match=r"memory\[0\] must be a tensor, got list"):
+        p.run(chunk_atlas)
+
+
+def test_a_feature_map_names_inputs_that_are_not_for_it():
+    feature_map = PolynomialFeatureMap(2, 4, 2)
+    for shape in ((2, 3, 5), (3, 3, 4)):
+        with pytest.raises(ValueError, match="x must have 2 heads on axis 0 and the key width 4"):
+            feature_map(torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"floating-point dtype, got torch.int64"):
+        feature_map(torch.zeros(2, 3, 4, dtype=torch.long))
+    for key_dim, degree, rank, message in (
+        (4, 0, None, "degree"),
+        (4, 7, 2, "degree"),
+        (4, 2, 9, "rank"),
+        (0, 1, 1, "width"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            num_features(key_dim, degree, rank)
+
+
+def test_a_state_that_other_steps_left_is_refused():
+    p = make_problem(tokens=6)
+    _, state = p.run(step_atlas, momentum="carry")
+    p.run(step_atlas, momentum="carry", initial_state=state)
+    with pytest.raises(ValueError, match=r"initial_state\['step_offset_1'\] .* does not fit this rule"):
+        p.run(step_atlas, momentum="carry", rule="muon", initial_state=state)
+    for name in ("step_x", "step_gradient_0"):
+        with pytest.raises(ValueError, match=rf"initial_state\['{name}'\] is nothing"):
+            p.run(step_atlas, momentum="carry", initial_state={n: x for n, x in state.items() if n != name})
+    _, state = p.run(step_atlas)
+    with pytest.raises(ValueError, match=r"initial_state\['step_gradient_0'\] is nothing"):
+        p.run(step_atlas, momentum="restart", initial_state=state)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch's own forward mode
+def test_derivatives_that_there_are_not_raise():
+    p = make_problem(tokens=6)
+
+    def loss(q):
+        p.q = q
+        return p.run(chunk_atlas)[0].square().sum()
+
+    q = p.q.clone()
+    (gradient,) = torch.autograd.grad(loss(q.requires_grad_()), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(loss)(q.detach())
+    with pytest.raises(RuntimeError, match="jvp"), torch.autograd.forward_ad.dual_level():
+        loss(torch.autograd.forward_ad.make_dual(q.detach(), torch.ones_like(q)))
 
 
 def test_what_does_not_fit_the_packed_rows_is_named():

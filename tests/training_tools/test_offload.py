@@ -44,6 +44,21 @@ def test_some_layers_on_disk(tiny_model, random_rows, tmp_path):
     torch.testing.assert_close(model(ids).logits, expected)
 
 
+def test_gradients_through_offloaded_weights(tiny_model, random_rows):
+    """The backward pass makes features again, when the weights that it needs have gone."""
+    model, ids = tiny_model().eval(), torch.tensor(random_rows([13, 13]))
+    embeds = model.get_input_embeddings()(ids).detach()
+    results = []
+    for offload in (False, True):
+        if offload:
+            cpu_offload(model, execution_device=torch.device("cpu"))
+        leaf = embeds.clone().requires_grad_()
+        model(inputs_embeds=leaf).logits.square().sum().backward()
+        results.append(leaf.grad)
+    assert results[0].any()
+    torch.testing.assert_close(results[1], results[0])
+
+
 def test_saved_tensors_hooks(tiny_model, random_rows):
     """Activations packed into another form and back: gradients are the same, and every saved tensor went through."""
     model, ids = tiny_model().train(), torch.tensor(random_rows([13, 13]))

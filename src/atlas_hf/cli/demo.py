@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     started = time.perf_counter()
-    check_output(arguments.output, overwrite=arguments.overwrite)
+    check_output(arguments.output, overwrite=arguments.overwrite, flags=("--overwrite",))
     train_text, held_out_text = (text[: arguments.characters] for text in demo_texts())
     print("Training on Pride and Prejudice, holding out Persuasion (J. Austen)")
     tokenizer = train_tokenizer([train_text], arguments.vocab_size)

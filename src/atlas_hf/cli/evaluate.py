@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from atlas_hf.cli.options import check_model_folder, load_model, natural, path, positive_int
-from atlas_hf.evaluation.harness import evaluate_tasks, scores
+from atlas_hf.evaluation.harness import evaluate_tasks, scores, tasks_without_score
 from atlas_hf.evaluation.streaming import streamed_loss
 from atlas_hf.modeling.configuration_atlas import AtlasConfig
 from atlas_hf.modeling.model_statistics import state_bytes
@@ -48,8 +48,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is not None and arguments.output.is_file() and not _is_report(arguments.output):
         raise InputError(f"--output {arguments.output} exists and holds no results: name another file, or remove it")
     results: dict[str, dict[str, float]] = {}
+    silent: list[str] = []
     if arguments.text:
         results["text"] = _measure_texts(arguments)
+        _show(results)
     if arguments.tasks:
         # Looks at both before the harness does, whose errors are not a user's.
         load_model(arguments.model)
@@ -62,13 +64,27 @@ def run(arguments: argparse.Namespace) -> None:
             num_fewshot=arguments.num_fewshot,
             limit=arguments.limit,
         )
+        if found is None:
+            return  # the first process has the results
+        silent = tasks_without_score(found)
+        _show(scores(found))
         results |= scores(found)
+    if arguments.output is not None:
+        try:
+            arguments.output.write_text(to_json(results), encoding="utf-8")
+        except OSError as error:  # the results stand above
+            raise InputError(f"--output {arguments.output} cannot be written: {error.strerror}") from error
+    if silent:
+        raise InputError(
+            f"{', '.join(silent)} gave no score: the metrics of its metric_list are not lm-eval's, or not of its output_type"
+        )
+
+
+def _show(results: dict[str, dict[str, float]]) -> None:
     for name, metrics in results.items():
         for metric, value in metrics.items():
             shown = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
-            print(f"{name:<28}{metric:<20}{shown:>14}")
-    if arguments.output is not None:
-        arguments.output.write_text(to_json(results), encoding="utf-8")
+            print(f"{name:<28}{metric:<20}{shown:>14}", flush=True)
 
 
 def _is_report(path: Path) -> bool:

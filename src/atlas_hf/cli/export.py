@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    check_output(arguments.output, overwritable=False)
+    check_output(arguments.output, flags=())
     if arguments.repo_id is not None:
         try:
             validate_repo_id(arguments.repo_id)

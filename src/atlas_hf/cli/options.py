@@ -18,6 +18,9 @@ HEAD = "lm_head.weight"
 # Names of weights that a message lists.
 NAMES_SHOWN = 5
 
+# What transformers adds to every configuration says how a model is saved and run, not what it is.
+SETTABLE = {*AtlasConfig.__annotations__, *AtlasConfig.attribute_map}
+
 WIDTH_FLAGS = {
     "hidden_size": "model width",
     "num_hidden_layers": "blocks",
@@ -120,6 +123,12 @@ def build_config(arguments: argparse.Namespace, **fields) -> AtlasConfig:
     """
     widths = {} if arguments.size else dict(arguments.default_widths)
     widths |= {name: getattr(arguments, name) for name in WIDTH_FLAGS if getattr(arguments, name) is not None}
+    foreign = [f"{name}={value!r}" for name, value in arguments.set if name not in SETTABLE]
+    if foreign:
+        raise InputError(
+            f"--set gives {', '.join(foreign)}, and AtlasConfig's own fields are {', '.join(sorted(SETTABLE))}: correct or "
+            "remove it"
+        )
     try:
         given = AtlasConfig.by_own_names(dict(arguments.set))
         return getattr(AtlasConfig, arguments.preset)(arguments.size, **{**fields, **widths, **given})
@@ -131,7 +140,8 @@ def innermost(error: BaseException) -> str:
     """The message at the root of a chain: strict configurations wrap it in sentences about validators."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(str(error).split())
+    message = " ".join(str(error).split())
+    return message if " " in message else f"{type(error).__name__}: {message}"  # a pickle's number, a missing key
 
 
 def load_model(path: Path, *, to_train: bool = False) -> PreTrainedModel:

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=path,
         default=[],
-        help="texts to measure perplexity on (default: the dataset's validation split, or else the last twentieth)",
+        help="texts to measure perplexity on (default: the dataset's validation or test split, or else the last twentieth)",
     )
     parser.add_argument("--text-column", default="text", help="column of JSON files and datasets")
     parser.add_argument("--tokenizer", type=path, help="folder of a tokenizer to use (default: train one)")
@@ -176,9 +176,12 @@ def _read(arguments: argparse.Namespace) -> Corpus:
     corpus = read_corpus(arguments.texts, arguments.text_column) if arguments.texts else Corpus()
     if arguments.dataset is not None:
         splits = load_by_name(arguments.dataset, arguments.subset, streaming=False)
-        corpus.train += texts_of(splits["train"], arguments.text_column, arguments.dataset)
+        found = texts_of(splits["train"], arguments.text_column, arguments.dataset)
+        if not any(text.strip() for text in found):
+            raise InputError(f"{arguments.dataset} holds no text: name a data set with text in it")
+        corpus.train += found
         held_out = next((splits[name] for name in HELD_OUT_SPLITS if name in splits), None)
-        if held_out is not None:
+        if held_out is not None and not arguments.held_out:
             corpus.held_out += texts_of(held_out, arguments.text_column, arguments.dataset)
     return corpus
 
@@ -217,6 +220,8 @@ def _run(arguments: argparse.Namespace, processes: Processes) -> None:
             hold_out=not arguments.held_out,
         )
         corpus = Corpus(stream.sample(), [] if arguments.held_out else stream.held_out_texts())
+        if not corpus.train:
+            raise InputError("the stream holds no text to train on: name a source with text in it")
         if not arguments.held_out and not corpus.held_out:
             raise InputError("the stream has too few documents to hold any out: name a text with --held-out")
     else:

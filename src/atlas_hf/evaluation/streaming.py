@@ -57,9 +57,11 @@ def streamed_loss(
     was_training = model.training
     model.eval()
     cache, total, last = DynamicCache(config=model.config), 0.0, ids.new_tensor([prefix_id])
-    for segment in ids.split(segment_size):
-        inputs, last = torch.cat([last, segment[:-1]]), segment[-1:]
-        logits = model(inputs[None].to(model.device), cache=cache).logits[0].float()
-        total += F.cross_entropy(logits, segment.to(model.device), reduction="sum").item()
-    model.train(was_training)
+    try:
+        for segment in ids.split(segment_size):
+            inputs, last = torch.cat([last, segment[:-1]]), segment[-1:]
+            logits = model(inputs[None].to(model.device), cache=cache).logits[0].float()
+            total += F.cross_entropy(logits, segment.to(model.device), reduction="sum").item()
+    finally:
+        model.train(was_training)
     return StreamedLoss(total, ids.numel(), num_bytes)

@@ -1,4 +1,4 @@
-"""Newton-Schulz in token space (recurrence, section 6): one program runs all steps of one write on the chip.
+"""Newton-Schulz in token space (docs/recurrence.md, section 6): one program runs all steps of one write on the chip.
 
 Legend: M problems (a write of a row), R tokens in view, `G_E`, `G_X` Gram matrices of the factors, C the result, as in
 `modeling/newton_schulz.py`, whose `newton_schulz_factors` this computes. Tiles are 16, 32 or 64 wide.

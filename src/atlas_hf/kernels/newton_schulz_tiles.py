@@ -1,4 +1,4 @@
-"""Newton-Schulz in token space and its gradient, on tiles that hold all tokens in view (recurrence, section 6).
+"""Newton-Schulz in token space and its gradient, on tiles that hold all tokens in view (docs/recurrence.md, section 6).
 
 What every kernel that orthogonalises is made of. Legend: R tokens in view, `gram_e = E E^T` and `gram_x = X X^T` `[R, R]`,
 `factor` the `C` of `NS(E^T X) = E^T C X` as it grows from step to step. Tiles are wider than R; what lies beyond is zero in

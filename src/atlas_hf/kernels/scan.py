@@ -116,7 +116,7 @@ def scan_forward(
         inputs: those of `Inputs` that `names` lists, separated by commas.
         whole, rates, precision: the `Plan`, as `Plan.operands` gives it.
         last_end: chunks from this one on leave the state alone.
-        every: the state at every so-manieth chunk's start is kept for the backward pass; 0: at none.
+        every: the state at the start of every `every`-th chunk is kept for the backward pass; 0: at none.
 
     Returns:
         `y [N, L, V]`, the state after the chunks, and what is kept, `[N, kept chunks, state]`.

@@ -179,7 +179,10 @@ class AtlasStaticCacheLayer(AtlasCacheLayer):
         self.buffers: dict[str, torch.Tensor] = {}
 
     def update_states(self, states, num_tokens, replay=None) -> None:
-        if self.buffers.keys() != states.keys():
+        other_shapes = not self.is_initialized and any(
+            s.shape != self.buffers[n].shape for n, s in states.items() if n in self.buffers
+        )
+        if self.buffers.keys() != states.keys() or other_shapes:
             self.device = next(iter(states.values())).device
             self.cumulative_length = self.cumulative_length.to(self.device)
             self.buffers = {n: torch.zeros_like(s, memory_format=torch.contiguous_format) for n, s in states.items()}
@@ -224,8 +227,16 @@ def detach_cache(cache: Cache) -> Cache:
 
     Gradients of later segments then stop at the memory that this cache hands on, and the activations of earlier ones can be
     freed. What the model computes stays the same.
+
+    Raises:
+        TypeError: the cache is none of an Atlas model.
     """
-    for layer in cache.layers:
+    layers = getattr(cache, "layers", None)
+    if not layers or not all(hasattr(layer, "update_states") for layer in layers):
+        raise TypeError(
+            f"{type(cache).__name__} holds no memory to detach: pass what an Atlas model returned as `cache`"
+        )
+    for layer in layers:
         layer.detach()
     return cache
 

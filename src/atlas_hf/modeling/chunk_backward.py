@@ -1,4 +1,4 @@
-"""One chunk of the recurrence, backwards, written out (recurrence, section 8).
+"""One chunk of the recurrence, backwards, written out (docs/recurrence.md, section 8).
 
 Legend: N rows (head and batch), b chunk, c window, R = b + c - 1 tokens in view, V value width, E hidden width, G hidden
 matrices, P error sources. Gradients by a chunk's inputs are added to `grads`, whose fields are those of `ChunkInputs`.

@@ -40,7 +40,8 @@ class ChunkInputs(NamedTuple):
     output_start: torch.Tensor | None  # a deep memory's W1 [H, V, E], where the memory fades to its start
     gram_kk: torch.Tensor | None  # phi(k) . phi(k) [N, n, R, R]; for Muon in double, for gd with columns times step_k
     gram_qk: torch.Tensor  # phi(q) . phi(k) [N, n, b, R]; likewise if the memory is linear
-    # Decays (recurrence, section 5): a_t, what is left of D, and m_t of S, after and before each write; at the chunk's end
+    # Decays (docs/recurrence.md, section 5): a_t, what is left of D, and m_t of S, after and before each write, and at the
+    # chunk's end
     a: torch.Tensor  # [N, n, b]
     a_before: torch.Tensor
     a_end: torch.Tensor  # [N, n]

@@ -1,4 +1,4 @@
-"""One chunk of the recurrence, forwards (recurrence, sections 5 and 6); `chunk_backward` goes on from here.
+"""One chunk of the recurrence, forwards (docs/recurrence.md, sections 5 and 6); `chunk_backward` goes on from here.
 
 Legend: N rows (head and batch), H heads, b chunk, c window, R = b + c - 1 tokens in view, V value width, E hidden width, G
 hidden matrices, F features, P error sources. `D_1 [N, V, E]` (linear: `[N, V, F]`) is the output matrix's delta, `D_2

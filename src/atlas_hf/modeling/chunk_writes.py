@@ -90,7 +90,7 @@ class _Writes:
 
 
 class GradientWrites(_Writes):
-    """gd: the writes' sum is a linear attention over the sources (recurrence, section 5)."""
+    """gd: the writes' sum is a linear attention over the sources (docs/recurrence.md, section 5)."""
 
     def __init__(self, inputs: ChunkInputs, n: int, sources: Sources, delta, momentum, x, errors):
         self.inputs, self.n, self.sources = inputs, n, sources
@@ -172,7 +172,7 @@ class GradientWrites(_Writes):
 
 
 class MuonWrites(_Writes):
-    """Muon without carried momentum, in token space (recurrence, section 6).
+    """Muon without carried momentum, in token space (docs/recurrence.md, section 6).
 
     A write's momentum is `S_n = E_n^T X`, `E_n [R, out]` the errors of the tokens in view as decayed and summed by `n`;
     `NS(S_n) = E_n^T C_n X` needs the Gram matrices of `E_n` and `X` alone; `gram_x [N, R, R]` comes in double precision.

@@ -23,15 +23,18 @@ CHOICES = {
 # What is not saved: derived fields, which Trainer would check by transformers' own list, and what suits a machine.
 NOT_SAVED = ("layer_types", "kernels")
 
-# The members of the paper's family; everything not named here is the field's default. Muon's steps do not shrink with the
-# error, so it starts at a lower rate, writes at every fourth token and anchors for fewer tokens.
-_MUON = {"rule": "muon", "momentum": "restart", "muon_interval": 4, "chunk_size": 8, "learning_rate_init": 0.1}
+# The members of the paper's family, by what they change in the fields' defaults, which are those of `atlas`. Muon's steps do
+# not shrink with the error: gradient descent starts at a higher rate and anchors for more tokens.
+_GD = {"rule": "gd", "chunk_size": 16, "learning_rate_init": 0.5}
 PRESETS = {
-    "atlas": {"memory": "mlp", **_MUON},
-    "atlas_plus_plus": {"memory": "gated", "feature_rank": 6, **_MUON},
-    "omeganet": {"memory": "mlp", "rule": "gd", "momentum": "none"},
-    "titans": {"memory": "mlp", "rule": "gd", "momentum": "carry", "omega_window": 1, "feature_degree": 1},
+    "atlas": {},
+    "atlas_plus_plus": {"memory": "gated", "feature_rank": 6},
+    "omeganet": {**_GD, "momentum": "none"},
+    "titans": {**_GD, "momentum": "carry", "omega_window": 1, "feature_degree": 1},
 }
+
+# Where it divides the chunk.
+MUON_INTERVAL = 4
 
 # Paper, table of model sizes: layers, width, heads.
 SIZES = {
@@ -95,7 +98,8 @@ class AtlasConfig(PreTrainedConfig):
         omega_window: tokens of the Omega rule's window, `c >= 1`.
         chunk_size: tokens for which anchored gradients stay anchored, `b >= 1`. Part of the model: it cannot be changed for
             speed after training.
-        muon_interval: Muon writes at every so-manieth token; divides `chunk_size`.
+        muon_interval: Muon writes at every `muon_interval`-th token; divides `chunk_size`. `None`: at every fourth where
+            that divides it, else at every second or every one.
         newton_schulz_steps: `k` of Muon; may be changed at inference.
         output_errors: `"exact"` (the output matrix is written by gd on its latest error) or `"anchored"` (Eq. 15).
         feature_degree: degree of the polynomial features, 1 (none) to 4 (Eq. 4, 5).
@@ -141,8 +145,8 @@ class AtlasConfig(PreTrainedConfig):
     inner_loss: str = "l2"
     momentum: str = "restart"
     omega_window: int = 4
-    chunk_size: int = 16
-    muon_interval: int = 1
+    chunk_size: int = 8
+    muon_interval: int | None = None
     newton_schulz_steps: int = 5
     output_errors: str = "exact"
     feature_degree: int = 2
@@ -152,7 +156,7 @@ class AtlasConfig(PreTrainedConfig):
     decay_to: str = "init"
     residual_scale: int | float = 0.0
     retention_init: float = 0.999
-    learning_rate_init: float = 0.5
+    learning_rate_init: float = 0.1
     momentum_init: float = 0.5
     window_gate_init: float = 0.02
     initializer_range: int | float = 0.02
@@ -190,6 +194,8 @@ class AtlasConfig(PreTrainedConfig):
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
         if self.feature_rank is None and self.feature_degree > 1 and self.head_dim:
             self.feature_rank = min(8, self.head_dim)
+        if self.muon_interval is None and isinstance(self.chunk_size, int):
+            self.muon_interval = math.gcd(MUON_INTERVAL, self.chunk_size) if self.rule == "muon" else 1
         if self.layer_types is None:
             self.layer_types = [LAYER_TYPE] * self.num_hidden_layers
         super().__post_init__(**kwargs)

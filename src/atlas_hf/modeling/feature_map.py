@@ -13,10 +13,20 @@ from torch import nn
 
 
 def num_features(key_dim: int, degree: int, rank: int | None = None) -> int:
-    """Width `F` of `phi`: degree 1 alone is the identity (`F = K`); else `1 + K + sum_{i=2..p} C(R+i-1, i)`."""
+    """Width `F` of `phi`: degree 1 alone is the identity (`F = K`); else `1 + K + sum_{i=2..p} C(R+i-1, i)`.
+
+    Raises:
+        ValueError: a degree that is not 1 to 4, a key width below 1, or a rank that is not 1 to `key_dim`.
+    """
+    rank = key_dim if rank is None else rank
+    if not isinstance(degree, int) or degree not in (1, 2, 3, 4):
+        raise ValueError(f"feature degree must be 1, 2, 3 or 4, got {degree}")
+    if key_dim < 1:
+        raise ValueError(f"key width must be at least 1, got {key_dim}")
+    if not 1 <= rank <= key_dim:
+        raise ValueError(f"feature rank must lie between 1 and the key width {key_dim}, got {rank}")
     if degree == 1:
         return key_dim
-    rank = key_dim if rank is None else rank
     return 1 + key_dim + sum(math.comb(rank + i - 1, i) for i in range(2, degree + 1))
 
 
@@ -58,22 +68,18 @@ class PolynomialFeatureMap(nn.Module):
         key_dim: `K >= 1`.
         degree: `p`, 1 to 4. Degree 1 is the identity and has no parameters.
         rank: `R`, 1 to `K`; `None` means `K`.
-        coefficients: `[H, p + 1]`, to use given tensors in place of own parameters.
-        projection: `[H, R, K]`, likewise; required with `coefficients` when `R < K`.
+        dtype: of the parameters, `feature_coefficients [H, p + 1]` and, where `R < K`, `feature_projection [H, R, K]`.
 
     Raises:
-        ValueError: a degree or rank outside its range.
+        ValueError: a degree or rank outside its range; in a call, an input of another key width or number of heads, or
+            not of a floating-point dtype.
     """
 
     def __init__(self, num_heads: int, key_dim: int, degree: int, rank: int | None = None, dtype=torch.float32):
         super().__init__()
-        if degree not in (1, 2, 3, 4):
-            raise ValueError(f"feature degree must be 1, 2, 3 or 4, got {degree}")
-        rank = key_dim if rank is None else rank
-        if not 1 <= rank <= key_dim:
-            raise ValueError(f"feature rank must lie between 1 and the key width {key_dim}, got {rank}")
-        self.num_heads, self.key_dim, self.degree, self.rank = num_heads, key_dim, degree, rank
         self.num_features = num_features(key_dim, degree, rank)
+        rank = key_dim if rank is None else rank
+        self.num_heads, self.key_dim, self.degree, self.rank = num_heads, key_dim, degree, rank
         self.feature_coefficients = self.feature_projection = None
         if degree > 1:
             self.feature_coefficients = nn.Parameter(torch.empty(num_heads, degree + 1, dtype=dtype))
@@ -100,11 +106,23 @@ class PolynomialFeatureMap(nn.Module):
         """The same map with the parameters of now: what makes features again later must not see others put in their place."""
         twin = copy.copy(self)
         twin._parameters = dict(self._parameters)
+        for name in ("forward", "_old_forward", "_hf_hook"):  # bound to this map, where accelerate offloads its weights
+            twin.__dict__.pop(name, None)
         return twin
 
     def squared_norm_at_start(self) -> float:
         """`|phi(x)|^2` of a unit vector with the starting coefficients (and `|Px| = 1`), the constant left out."""
         return 1.0 if self.degree == 1 else sum(1 / math.factorial(i) for i in range(1, self.degree + 1))
+
+    def _check(self, x: torch.Tensor, head_axis: int) -> None:
+        heads = self.num_heads if self.degree == 1 else x.shape[head_axis]
+        if x.shape[-1] != self.key_dim or heads != self.num_heads:
+            raise ValueError(
+                f"x must have {self.num_heads} heads on axis {head_axis} and the key width {self.key_dim} on its last, got "
+                f"{tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"x must be of a floating-point dtype, got {x.dtype}: convert it")
 
     def _per_head(self, parameter: torch.Tensor, like: torch.Tensor, head_axis: int) -> torch.Tensor:
         shape = [1] * like.ndim
@@ -119,6 +137,7 @@ class PolynomialFeatureMap(nn.Module):
 
     def forward(self, x: torch.Tensor, head_axis: int = 0) -> torch.Tensor:
         """`phi(x)`: `[..., N, K] -> [..., N, F]`, heads on axis `head_axis` (not one of the last two)."""
+        self._check(x, head_axis)
         if self.degree == 1:
             return x
         c = self._per_head(self.feature_coefficients, x, head_axis).unbind(-1)

@@ -13,6 +13,11 @@ def check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tenso
     if attention_mask is None:
         return None
     if isinstance(attention_mask, dict):
+        if LAYER_TYPE not in attention_mask:
+            raise ValueError(
+                f"attention_mask is a dictionary with {', '.join(map(str, attention_mask)) or 'nothing'} and without "
+                f"{LAYER_TYPE!r}, the type of Atlas' layers: add it, or pass the mask itself"
+            )
         attention_mask = attention_mask[LAYER_TYPE]
         if attention_mask is None:
             return None
@@ -66,6 +71,8 @@ def packed_segments(kwargs, position_ids, mask, batch, num_tokens, device, past)
     if cu is not None and cu_k is not None and not torch.equal(cu, cu_k):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: an Atlas token reads the document that it stands in")
     cu = cu_k if cu is None else cu
+    if cu is not None and cu.is_floating_point():
+        raise ValueError(f"cu_seq_lens_q must be whole numbers, got {cu.dtype}: convert them")
     told = {}
     if seq_idx is not None:
         if tuple(seq_idx.shape) != (batch, num_tokens):

@@ -182,12 +182,14 @@ class AtlasMemory(nn.Module):
             # States of one form from the first step on: a token that does not exist adds what steps keep beside the memory.
             absent = torch.zeros(hidden_states.shape[0], 1, dtype=torch.bool, device=hidden_states.device)
             _, states = self._mix(hidden_states[:, :1], SequenceLayout.from_mask(absent), states, True)
-        mask = None if layout is None else layout.mask
-        layer.update_states(states, hidden_states.shape[1], replay=(self._replay, (hidden_states, mask)))
+        mask, segments = (None, None) if layout is None else (layout.mask, layout.segments)
+        layer.update_states(states, hidden_states.shape[1], replay=(self._replay, (hidden_states, mask, segments)))
         return output
 
-    def _replay(self, states, hidden_states, mask):
+    def _replay(self, states, hidden_states, mask, segments):
         layout = None if mask is None else SequenceLayout.from_mask(mask)
+        if segments is not None:
+            layout = SequenceLayout.from_segments(segments, mask)
         hook = getattr(self, "_hf_hook", None)
         if hook is None:
             return self._mix(hidden_states, layout, states, True)

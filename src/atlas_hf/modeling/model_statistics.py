@@ -90,7 +90,7 @@ def flops_per_token(config: AtlasConfig) -> int:
 
 
 def _recurrence_products(config: AtlasConfig) -> int:
-    """Multiply-adds of one head's memory in one chunk (recurrence, sections 5 and 6)."""
+    """Multiply-adds of one head's memory in one chunk (docs/recurrence.md, sections 5 and 6)."""
     (value, entry), *hidden_shapes = memory_shapes(config)
     chunk, view = config.chunk_size, config.chunk_size + config.omega_window - 1
     exact = config.output_errors == "exact" and config.inner_loss == "l2"

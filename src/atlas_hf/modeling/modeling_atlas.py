@@ -370,7 +370,8 @@ class AtlasForSequenceClassification(GenericForSequenceClassification, AtlasPreT
             return_dict=True,
             **kwargs,
         )
-        hidden_states, mask = outputs.last_hidden_state, attention_mask
+        hidden_states = outputs.last_hidden_state
+        mask = attention_mask[LAYER_TYPE] if isinstance(attention_mask, dict) else attention_mask
         batch, num_tokens = hidden_states.shape[:2]
         if mask is None and input_ids is not None and self.config.pad_token_id is not None:
             mask = input_ids != self.config.pad_token_id

@@ -1,4 +1,4 @@
-"""The recurrence in its dual form: a chunk is a handful of matrix products (recurrence, sections 5 and 6).
+"""The recurrence in its dual form: a chunk is a handful of matrix products (docs/recurrence.md, sections 5 and 6).
 
 Legend: H heads, B batch, N = H B rows, b chunk, R = b + c - 1 tokens in view, V value width, E hidden width, F features; `D =
 M - M_0`, `S` momentum.
@@ -123,9 +123,10 @@ class _Settings:
 @atlas_operator
 @on_grid
 def chunk_atlas(grid: Grid, fast: Fast, call: Call):
-    """The Atlas recurrence in its dual form, chunk by chunk, without a matrix per token (recurrence, sections 2, 5 and 6).
+    """The Atlas recurrence in its dual form, chunk by chunk, without a matrix per token.
 
-    With `M` the memory, `S` its momentum, `xi` the start of the chunk and `G_t = sum_j gamma_t[j] grad loss_{t-j}`:
+    Derived in docs/recurrence.md, sections 2, 5 and 6. With `M` the memory, `S` its momentum, `xi` the start of the chunk and
+    `G_t = sum_j gamma_t[j] grad loss_{t-j}`:
 
         gd     S_t = theta_t S_{t-1} + eta_t G_t    M_t = alpha_t M_{t-1} - S_t              paper, Eq. 10, 39
         muon   S_t = theta_t S_{t-1} + G_t          M_t = alpha_t M_{t-1} - eta_t NS(S_t)    paper, Eq. 32, 33
@@ -149,7 +150,8 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
         output_errors: `"exact"`: the output matrix is written by gd and sees the error of its latest value (Eq. 10, 11);
             `"anchored"`: all gradients are taken at the chunk's start (Eq. 15, 16). With `rule="muon"`, `"exact"` leaves
             Muon to the hidden matrices.
-        muon_interval: Muon writes at every so-manieth token of a chunk.
+        muon_interval: Muon writes at every `muon_interval`-th token of a chunk; what comes after the last of them, where
+            it does not divide `chunk_size`, is written with a carried momentum only. 1 with gd.
         newton_schulz_steps, newton_schulz_coefficients: `k >= 0` and the quintic's `(a, b, c)`.
         inner_norm: divide each matrix's error by its input's squared length (normalised least mean squares).
         hidden_rate: rate of the hidden matrices against the output matrix, `>= 0`; under Muon times `sqrt(E)`.

@@ -61,7 +61,7 @@ def hidden_gain(memory, features):
 @atlas_operator
 @on_grid
 def naive_atlas(grid: Grid, fast: Fast, call: Call):
-    """The Atlas recurrence, one token after the other (recurrence, section 2; paper, Eq. 9-16, 32, 33, 39).
+    """The Atlas recurrence, one token after the other (docs/recurrence.md, section 2; paper, Eq. 9-16, 32, 33, 39).
 
     Same signature, outputs and state as `chunk_atlas`; slow, and meant to be read beside the paper. They agree to
     rounding for every choice of options. A reference has no kernels: `kernels="triton"` raises a ValueError.

@@ -82,16 +82,23 @@ def atlas_operator(scan):
             output_errors,
             muon_interval,
             newton_schulz_steps,
-            tuple(newton_schulz_coefficients),
+            tuple(newton_schulz_coefficients)
+            if isinstance(newton_schulz_coefficients, list)
+            else newton_schulz_coefficients,
             inner_norm,
             hidden_rate,
             decay_to,
+        )
+        _check_tensors(
+            {"q": q, "k": k, "v": v, "log_alpha": log_alpha, "eta": eta, "gamma": gamma},
+            {"log_theta": log_theta, "residual_scale": residual_scale, "lengths": lengths, "cu_seqlens": cu_seqlens},
         )
         if log_theta is None:
             if momentum != "none":
                 raise ValueError(f"log_theta is needed with momentum={momentum!r}; momentum='none' goes without")
             log_theta = torch.zeros_like(eta)
         memory = (memory,) if isinstance(memory, torch.Tensor) else tuple(memory)
+        _check_tensors({f"memory[{i}]": matrix for i, matrix in enumerate(memory)}, {})
         tokens = Tokens(k, v, log_alpha, eta, log_theta, gamma)
         where = None
         if cu_seqlens is not None:
@@ -128,6 +135,13 @@ def atlas_operator(scan):
     # Show the public signature, not the scan's.
     del operator.__wrapped__
     return operator
+
+
+def _check_tensors(needed: dict, optional: dict) -> None:
+    given = {name: x for name, x in optional.items() if x is not None}
+    for name, x in (needed | given).items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}: make one of it by torch.tensor")
 
 
 def on_grid(scan):

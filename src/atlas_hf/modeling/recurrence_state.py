@@ -13,6 +13,7 @@ The state is a dictionary of tensors with the batch first, float32 (float64 for 
 Names that begin with `step_` are `step_atlas`'s own: products of those tokens that it need not take again.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,15 +55,25 @@ class RecurrenceOptions:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
         for name, low in (("chunk_size", 1), ("muon_interval", 1), ("newton_schulz_steps", 0)):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < low:
-                raise ValueError(f"{name} must be an integer of at least {low}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
         if self.muon_interval > self.chunk_size:
             raise ValueError(
                 f"muon_interval ({self.muon_interval}) must not exceed chunk_size ({self.chunk_size}): "
                 "the memory would never be written"
             )
-        if self.hidden_rate < 0:
-            raise ValueError(f"hidden_rate must not be negative, got {self.hidden_rate}")
+        if self.rule == "gd" and self.muon_interval != 1:
+            raise ValueError(
+                f"muon_interval ({self.muon_interval}) has no meaning with rule='gd', which writes at every token: set it "
+                "to 1"
+            )
+        if not 0 <= self.hidden_rate < math.inf:
+            raise ValueError(f"hidden_rate must be a number, 0 or more, got {self.hidden_rate}")
+        if not isinstance(self.newton_schulz_coefficients, tuple) or len(self.newton_schulz_coefficients) != 3:
+            raise ValueError(
+                f"newton_schulz_coefficients must be three numbers (a, b, c), got {self.newton_schulz_coefficients!r}"
+            )
 
     @property
     def output_by_muon(self) -> bool:
@@ -75,7 +86,7 @@ class RecurrenceOptions:
         return self.output_errors == "exact" and self.inner_loss == "l2"
 
     def rates(self, hidden_dim: int) -> tuple[float, float]:
-        """Rate of the output matrix and of the hidden matrices (recurrence, section 2)."""
+        """Rate of the output matrix and of the hidden matrices (docs/recurrence.md, section 2)."""
         return 1.0, self.hidden_rate * (hidden_dim**0.5 if self.rule == "muon" else 1.0)
 
 
@@ -117,6 +128,11 @@ def check_inputs(q, k, v, memory, tokens: Tokens, feature_map, residual_scale, o
             raise ValueError(f"{name} must be {tuple(q.shape[:3])}, got {tuple(getattr(tokens, name).shape)}")
     if tokens.gamma.shape[:3] != q.shape[:3] or tokens.gamma.ndim != 4 or tokens.gamma.shape[-1] < 1:
         raise ValueError(f"gamma must be [B, T, H, window] with q's B, T, H, got {tuple(tokens.gamma.shape)}")
+    if feature_map is not None and (feature_map.num_heads, feature_map.key_dim) != (heads, key_dim):
+        raise ValueError(
+            f"feature_map is made for {feature_map.num_heads} heads of width {feature_map.key_dim}, and q has {heads} of "
+            f"width {key_dim}: make one for these"
+        )
     features = key_dim if feature_map is None else feature_map.num_features
     value_dim = v.shape[-1]
     kind = memory_kind(memory)
@@ -148,6 +164,8 @@ def check_lengths(lengths: torch.Tensor, batch: int, num_tokens: int) -> None:
     """Their values only where that takes no waiting for a GPU, and no graph is made."""
     if tuple(lengths.shape) != (batch,):
         raise ValueError(f"lengths must be ({batch},), one per row, got {tuple(lengths.shape)}")
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise ValueError(f"lengths must be whole numbers, got {lengths.dtype}: convert them")
     if lengths.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if ((lengths < 0) | (lengths > num_tokens)).any():

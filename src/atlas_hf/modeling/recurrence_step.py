@@ -4,7 +4,7 @@ Legend: N rows (head and sequence), H heads, B batch, K key width, V value width
 features, c window, b chunk, R = b + c - 1 slots: c - 1 tokens from before the chunk, then its own. Layout `[N, ...]`, rows
 at any phase.
 
-Each matrix has three parts (recurrence, section 5), of which a token changes only the last, of the buffers' size:
+Each matrix has three parts (docs/recurrence.md, section 5), of which a token changes only the last, of the buffers' size:
 
     W_t z = W_0 z + a_t D z - m_t S z - sum_i O_t[i] (x_i . z)         D, S, x_i, errors at the chunk's start
 
@@ -105,6 +105,32 @@ class _Step:
             self.take(work, held[:, self.earlier + t, None], t < phase)
         return work
 
+    def _running(self) -> dict[str, tuple[int, ...]]:
+        """Shapes, after the rows, of what begins at zero in every chunk and grows with its tokens."""
+        shapes: dict[str, tuple[int, ...]] = {"step_log_a": ()}
+        if self.options.momentum == "carry":
+            shapes |= {"step_log_beta": (), "step_m": ()}
+        for m, matrix in zip(self.matrices, self.memory, strict=True):
+            in_token_space = (self.slots, matrix.shape[1])
+            shapes[m.offset] = tuple(matrix.shape[1:]) if m.dense else in_token_space
+            if self.options.momentum != "none":
+                shapes[m.gradient] = in_token_space
+        return shapes
+
+    def check(self, state: State | None) -> None:
+        """Refuse a state that steps with other options left, as far as the shapes of what they kept tell."""
+        if state is None or "step_log_a" not in state:
+            return
+        shapes = self._running()
+        shapes |= dict.fromkeys(("step_window", "step_x", "step_columns") if self.deep else ())
+        for name, shape in shapes.items():
+            found = tuple(state[name].shape) if name in state else "nothing"
+            if name not in state or (shape is not None and found[2:] != shape):
+                raise ValueError(
+                    f"initial_state[{name!r}] is {found}, which does not fit this rule and momentum: go on with the options "
+                    "of the steps before, or drop the names that begin with step_"
+                )
+
     def _anchored(self, work: State) -> State:
         """An empty chunk: what is taken at the matrices that stand now, and room for what its tokens leave."""
         first = work[TOKENS]
@@ -112,13 +138,7 @@ class _Step:
         def zeros(*shape):
             return first.new_zeros(first.shape[0], *shape)
 
-        work = {**work, "step_log_a": zeros()}
-        if self.options.momentum == "carry":
-            work |= {"step_log_beta": zeros(), "step_m": zeros()}
-        for m, matrix in zip(self.matrices, self.memory, strict=True):
-            work[m.offset] = zeros(*matrix.shape[1:]) if m.dense else zeros(self.slots, matrix.shape[1])
-            if self.options.momentum != "none":
-                work[m.gradient] = zeros(self.slots, matrix.shape[1])
+        work = {**work, **{name: zeros(*shape) for name, shape in self._running().items()}}
         if not self.deep:
             return work
         # Hidden units of the tokens before the chunk, lengths of `W1`'s columns
@@ -379,6 +399,7 @@ def step_atlas(call: Call):
     and no gradients are asked for, a token takes one launch; else its Newton-Schulz alone runs on Triton.
     """
     step = _Step(call)
+    step.check(call.state)
     outputs, length = [], call.q.shape[1]
     taking = [None if call.lengths is None else t < call.lengths for t in range(length)]
     if step.kernel is not None:

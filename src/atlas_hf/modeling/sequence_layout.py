@@ -22,6 +22,7 @@ class SequenceLayout:
         last_sequence_of_row: `[B]`, the sequence that a row's cache goes on with.
         mask: `[B, T]` bool, or `None` if all tokens are real.
         groups: numbers of sequences of like length, and how long the longest of them is; empty if all go together.
+        segments: `[B, T]`, the packed documents' numbers that it was made from.
     """
 
     index: torch.Tensor
@@ -29,6 +30,7 @@ class SequenceLayout:
     last_sequence_of_row: torch.Tensor
     mask: torch.Tensor | None
     groups: tuple[tuple[torch.Tensor, int], ...] = ()
+    segments: torch.Tensor | None = None
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> "SequenceLayout":
@@ -62,7 +64,7 @@ class SequenceLayout:
         index[owner, offset] = places
         groups = tuple((torch.tensor(numbers, device=device), longest) for numbers, longest in groups_of(known))
         mask = None if mask is None else mask.bool()
-        return cls(index, lengths, sequence.view(batch, num_tokens)[:, -1], mask, groups)
+        return cls(index, lengths, sequence.view(batch, num_tokens)[:, -1], mask, groups, segments)
 
     def to(self, device, non_blocking: bool = False) -> "SequenceLayout":
         """On another device: accelerate calls it where a model's layers lie on several."""
@@ -73,6 +75,7 @@ class SequenceLayout:
         return SequenceLayout(
             *(moved(x) for x in (self.index, self.lengths, self.last_sequence_of_row, self.mask)),
             tuple((moved(numbers), longest) for numbers, longest in self.groups),
+            moved(self.segments),
         )
 
     def parts(self) -> Iterator[tuple[torch.Tensor | None, "SequenceLayout"]]:

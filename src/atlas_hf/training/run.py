@@ -1,7 +1,9 @@
 """One whole run: held-out perplexity before, training, perplexity after, everything written into one folder."""
 
+import hashlib
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,6 +67,8 @@ def run_training(
     together, and the main one writes.
     """
     vocab_size = model.config.vocab_size
+    # The same names may have come to mean other texts, in which a resumed run would go on at the wrong place.
+    settings = settings | {"data_sha256": _digest(data)}
     held_out, positions = data.held_out_blocks, data.held_out_positions
     with staged(output, overwrite=overwrite, resume=resume, processes=processes) as folder:
         model.to(training_arguments(options, folder / CHECKPOINTS, processes).device)
@@ -108,7 +112,16 @@ def run_training(
 
 
 def _write_run(folder: Path, settings: dict, **results) -> None:
-    (folder / RUN_FILE).write_text(to_json({"settings": settings, **results}), encoding="utf-8")
+    whole = folder / f"{RUN_FILE}.new"  # a full disk must not take the settings that a resumed run needs
+    whole.write_text(to_json({"settings": settings, **results}), encoding="utf-8")
+    os.replace(whole, folder / RUN_FILE)
+
+
+def _digest(data: Data) -> str:
+    digest = hashlib.sha256()
+    for ids in (data.train_ids if data.stream else data.train_blocks, data.held_out_blocks):
+        digest.update(ids.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _agree_on_settings(folder: Path, settings: dict, resume: bool, processes: Processes) -> None:
@@ -116,7 +129,12 @@ def _agree_on_settings(folder: Path, settings: dict, resume: bool, processes: Pr
         if processes.is_main:
             _write_run(folder, settings)
         return
-    old = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["settings"]
+    try:
+        old = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder / RUN_FILE} does not hold the settings of the interrupted run: begin anew with --overwrite"
+        ) from error
     new = json.loads(to_json(settings))
     changed = [key for key in old if old[key] != new.get(key)]
     if changed:

@@ -72,7 +72,9 @@ def open_stream(
     if name is not None:
         splits = load_by_name(name, subset, streaming=True)
         parts.append(_texts(splits["train"], text_column, name))
-        held_out = next((_texts(splits[s], text_column, name) for s in HELD_OUT_SPLITS if s in splits), None)
+        split = next((s for s in HELD_OUT_SPLITS if s in splits), None) if hold_out else None
+        if split is not None:
+            held_out = _texts(splits[split], text_column, f"the split {split} of {name}")
     train = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     if hold_out and held_out is None:
         held_out, train = train.filter(_is_held_out), train.filter(lambda row: not _is_held_out(row))
@@ -95,6 +97,8 @@ def load_by_name(name: str, subset: str | None, *, streaming: bool):
     except UNREADABLE as error:
         reason = error.__cause__ or error
         raise InputError(f"the data set {name!r} cannot be loaded: {reason}; check --dataset and --subset") from error
+    except ImportError as error:  # of a package that reads files of that kind
+        raise InputError(f"the data set {name!r} cannot be read: {error}; or name its text files themselves") from error
     except StopIteration as error:  # what `datasets` raises for files without a row
         raise InputError(f"the data set {name!r} holds no documents: name another source") from error
     if "train" not in splits:
@@ -132,6 +136,8 @@ def _texts(rows: datasets.IterableDataset, text_column: str, source) -> datasets
     check_column(list(first[0]), text_column, source)
     if any(not isinstance(row[text_column], str | None) for row in first):
         raise InputError(f"column {text_column!r} of {source} does not hold strings: choose another with --text-column")
+    if len(first) < LOOKED_AT and not any((row[text_column] or "").strip() for row in first):
+        raise InputError(f"{source} holds no text: name a source with text in it, or leave it out")
     rows = rows.select_columns([text_column])
     rows = rows if text_column == "text" else rows.rename_column(text_column, "text")
     # Sources can be joined only if their columns have one type, and parquet has several for texts

@@ -1,5 +1,6 @@
 """Reading documents from text, JSON and parquet files and from folders of the `datasets` library."""
 
+import codecs
 import tempfile
 from dataclasses import dataclass, field
 from importlib import resources
@@ -112,9 +113,10 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
+        marked = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise InputError(
             f"{path} is not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}): convert it, for example with "
-            f"`iconv -f latin1 -t utf-8`"
+            f"`iconv -f {'utf-16' if marked else 'latin1'} -t utf-8`"
         ) from error
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error

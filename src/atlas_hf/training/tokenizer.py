@@ -12,6 +12,7 @@ END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 # Label of a token that nothing is to predict, as transformers has it.
 IGNORED = -100
+LARGEST_VOCABULARY = 2**20
 SMALLEST_VOCABULARY = len(pre_tokenizers.ByteLevel.alphabet()) + 2
 
 
@@ -21,8 +22,10 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     It knows every byte, so that no text is ever out of vocabulary, and pads on the left, as generation needs.
 
     Raises:
-        InputError: `vocab_size` leaves no room for the bytes and the two special tokens.
+        InputError: `vocab_size` leaves no room for the bytes and the two special tokens, or asks for more than 2^20.
     """
+    if vocab_size > LARGEST_VOCABULARY:  # room for all of which the trainer takes at once
+        raise InputError(f"vocab_size={vocab_size} is too large: give {LARGEST_VOCABULARY} at most")
     if vocab_size < SMALLEST_VOCABULARY:
         raise InputError(
             f"vocab_size={vocab_size} is too small: give at least {SMALLEST_VOCABULARY}, the bytes and two marks"

@@ -33,13 +33,17 @@ DECIDED = {
     "report_to": "--tensorboard",
     "num_train_epochs": "--max-steps",
 }
-# Fields that only an evaluation by `Trainer` would read; a run measures its held-out text itself.
+# Fields that only an evaluation by `Trainer` or a script of its examples would read; a run measures its held-out text itself,
+# and goes on with --resume.
 WITHOUT_EFFECT = (
     "per_device_eval_batch_size",
     "eval_strategy",
     "eval_steps",
     "eval_on_start",
     "load_best_model_at_end",
+    "do_eval",
+    "do_predict",
+    "resume_from_checkpoint",
 )
 
 
@@ -81,7 +85,7 @@ def training_arguments(options: TrainingOptions, folder: Path, processes: Proces
     if idle:
         raise InputError(
             f"{', '.join(idle)} among the trainer's fields would have no effect: a run measures held-out text before and "
-            "after it; leave it out, or use `transformers.Trainer` itself"
+            "after it, and goes on with --resume; leave it out, or use `transformers.Trainer` itself"
         )
     unused = [name for name in ("optim", "optim_args") if name in extra and options.optimizer != "adamw"]
     if unused:
@@ -179,6 +183,13 @@ class Trainer(transformers.Trainer):
         split = split_parameters(model)
         return [*split.matrices, *split.decayed]
 
+    def _run_epoch(self, *args, **kwargs):
+        # Trainer does not look whether a checkpoint is that of the last step, and would make one more.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def create_optimizer(self, model=None):
         if self.with_muon and self.optimizer is None:
             arguments = self.args
@@ -250,7 +261,8 @@ def train(
     `board`: a folder for TensorBoard's log.
 
     Raises:
-        InputError: the loss is no longer a number, or the trainer cannot start with the fields that it was given.
+        InputError: the loss is no longer a number, the data fill no batch, or the trainer cannot start with the fields that
+            it was given.
     """
     callbacks = [ProgressLines()]
     if board is not None and processes.is_main:
@@ -270,6 +282,8 @@ def train(
         trainer.with_muon = options.optimizer == "muon"
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except InputError:  # of the data
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, OSError) as error:
         if not options.extra or (trainer is not None and trainer.state.global_step):
             raise
@@ -282,4 +296,9 @@ def train(
     losses = [(entry["step"], float(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry]
     if any(math.isnan(loss) for _, loss in losses):
         raise InputError(f"learning_rate={options.learning_rate} made the loss diverge (not a number): lower --lr")
+    if trainer.state.global_step < options.max_steps:
+        raise InputError(
+            f"training ended after {trainer.state.global_step} of {options.max_steps} steps, for the texts fill no batch of "
+            f"{options.batch_size} blocks on every process and worker: give more text, or lower --batch-size or --block-size"
+        )
     return trainer, losses

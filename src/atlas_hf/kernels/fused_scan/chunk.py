@@ -1,4 +1,4 @@
-"""What both directions need of a chunk: activations, errors and writes (recurrence, sections 5 and 6).
+"""What both directions need of a chunk: activations, errors and writes (docs/recurrence.md, sections 5 and 6).
 
 The mathematics is that of `modeling/chunk_scan.py`, step by step. One program has a row (head and batch) to itself. A step's
 results go to the row's scratch memory, and a barrier stands before they are read; no matrix has to fit on chip.

@@ -1,4 +1,4 @@
-"""Muon's writes, without carried momentum, forwards and backwards: orthogonalised in token space (recurrence, section 6).
+"""Muon's writes without carried momentum, both ways: orthogonalised in token space (docs/recurrence.md, section 6).
 
 A write's momentum is `E_n^T X`, with `E_n [R, rows]` the errors of the tokens in view as decayed and summed by write `n`, its
 step `C_n^T E_n`. Everything here is for the rows of one matrix, or of several below one another, each orthogonalised by

@@ -1,4 +1,4 @@
-"""The unit lower-triangular system of the exact output errors: set up, solved, and solved transposed (recurrence, section 5).
+"""The unit lower-triangular system of the exact output errors (docs/recurrence.md, section 5), solved both ways.
 
 A pair at write `n` sees the writes before `n`. The system is solved by blocks of 16 sources: what stands before a block is
 one product, the block itself its inverse, found row by row once for all columns.

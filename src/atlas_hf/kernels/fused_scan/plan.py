@@ -33,7 +33,7 @@ class Plan:
     groups: int
     features: int
     writes: int
-    exact: bool  # errors follow the writes (recurrence, section 5)
+    exact: bool  # errors follow the writes (docs/recurrence.md, section 5)
     hebbian: bool  # the inner loss is the dot product
     norm: bool
     carry: bool
