@@ -18,15 +18,22 @@ INPUT_ERROR = 2
 INTERRUPTED = 130
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells a flag's default, but where its text does, or where there is none to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        nothing = action.default is None or action.default is False or action.default == []
+        told = nothing or "(default" in (action.help or "")
+        return (action.help or "") if told else super()._get_help_string(action)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="atlas-hf", description="Train and use ATLAS recurrent memory models.")
     parser.add_argument("--version", action="version", version=f"atlas-hf {atlas_hf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
     for name, module in COMMANDS.items():
         summary = module.__doc__.splitlines()[0]
-        command = commands.add_parser(
-            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        command = commands.add_parser(name, help=summary, description=summary, formatter_class=_Formatter)
         module.add_arguments(command)
     return parser
 

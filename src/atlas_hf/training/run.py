@@ -78,6 +78,8 @@ def run_training(
         unigram = unigram_perplexity(data.train_ids, held_out, vocab_size, positions)
         bigram = bigram_perplexity(data.train_ids, held_out, vocab_size, positions)
         print(f"Held-out perplexity of add-0.1 counts: unigram {unigram:.1f}, bigram {bigram:.1f}")
+        measuring = f"Measuring the model on {held_out.numel():,} held-out tokens"
+        print(measuring, flush=True)
         before = model_perplexity(model, held_out, options.batch_size, positions)
         print(f"Held-out perplexity of the model before training: {before:.1f}")
         tokens = options.max_steps * options.batch_size * data.train_blocks.shape[1]
@@ -90,6 +92,7 @@ def run_training(
         )
         # Of a sharded model every process holds a part, and only the wrapped one can be called.
         sharded = trainer.is_fsdp_enabled
+        print(measuring, flush=True)
         after = model_perplexity(trainer.model_wrapped if sharded else model, held_out, options.batch_size, positions)
         print(f"Held-out perplexity of the model after training: {after:.1f}")
         result = Result(unigram, bigram, before, after)
