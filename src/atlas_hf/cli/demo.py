@@ -26,9 +26,6 @@ from atlas_hf.training.tokenizer import train_tokenizer
 PROMPT = "It was a fine morning, and Anne"
 MODEL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
 
-# Longer chunks than the preset's are faster on a CPU.
-FIELDS = {"chunk_size": 16}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=path, default=Path("runs/demo"), help="folder to write to")
@@ -45,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     train_text, held_out_text = (text[: arguments.characters] for text in demo_texts())
     print("Training on Pride and Prejudice, holding out Persuasion (J. Austen)")
     tokenizer = train_tokenizer([train_text], arguments.vocab_size)
-    model = new_model(arguments, tokenizer, **FIELDS)
+    model = new_model(arguments, tokenizer)
     check_blocks(model, arguments.block_size)
     data = prepare_data(tokenizer, [train_text], [held_out_text], arguments.block_size)
     describe(model, data)

@@ -117,8 +117,8 @@ def training_options(arguments: argparse.Namespace, save_steps: int = 0) -> Trai
     )
 
 
-def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, **fields) -> AtlasForCausalLM:
-    """A model for `tokenizer` as the flags, and before them `fields`, describe it, with weights by --seed."""
+def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> AtlasForCausalLM:
+    """A model for `tokenizer` as the flags describe it, with weights by --seed."""
     pad = tokenizer.pad_token_id
     config = build_config(
         arguments,
@@ -127,7 +127,6 @@ def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase,
         eos_token_id=tokenizer.eos_token_id,
         # An embedding that serves as padding is never trained, which the end-of-text token must be.
         pad_token_id=None if pad == tokenizer.eos_token_id else pad,
-        **fields,
     )
     path = path_of(config)
     if path.startswith(NO_PATH):
