@@ -133,6 +133,9 @@ class PolynomialFeatureMap(nn.Module):
     def _project(self, x: torch.Tensor, head_axis: int) -> torch.Tensor:
         if self.feature_projection is None:
             return x
+        if head_axis == 0:  # one product a head: as a broadcast, matrices would be copied for every row
+            by_head = x.reshape(self.num_heads, -1, self.key_dim)
+            return torch.bmm(by_head, self.feature_projection.mT.to(x.dtype)).view(*x.shape[:-1], self.rank)
         return x @ self._per_head(self.feature_projection, x, head_axis).transpose(-1, -2)
 
     def forward(self, x: torch.Tensor, head_axis: int = 0) -> torch.Tensor:
@@ -148,7 +151,7 @@ class PolynomialFeatureMap(nn.Module):
         for i in range(2, self.degree + 1):
             parent, last, weight = tables(self.rank, i, x.device, x.dtype)
             power = power.index_select(-1, parent) * projected.index_select(-1, last)
-            parts.append(c[i][..., None] * (power * weight))
+            parts.append(power * (c[i][..., None] * weight))
         return torch.cat(parts, -1)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor, head_axis: int = 0) -> torch.Tensor:

@@ -61,7 +61,7 @@ def state_bytes(config: AtlasConfig, decoding: bool = True) -> int:
     head = _memory_size(config) * (2 if carry else 1)
     slots, token = window + chunk - 1, 2 * config.head_dim + 3 + window
     if decoding and config.feature_degree > 1:
-        token += shapes[-1][1] + 1  # the key's features and their squared length
+        token += shapes[-1][1]  # the key's features
     head += (slots - 1) * token
     if decoding:
         head += 3 if carry else 1
@@ -69,9 +69,13 @@ def state_bytes(config: AtlasConfig, decoding: bool = True) -> int:
             by_muon = config.rule == "muon" and (i > 0 or config.output_errors == "anchored")
             head += out * width if by_muon and carry else slots * out
             head += 0 if config.momentum == "none" else slots * out
-        if len(shapes) > 1:  # activations of all slots, pre-activations of the window, lengths of W1's columns
-            expansion, earlier = shapes[0][1], config.omega_window - 1
-            head += (slots + 1) * expansion + earlier * sum(out for out, _ in shapes[1:])
+        # Of the window's tokens: errors, what moves them, the scale of the output's gradient, and the hidden units' slopes
+        exact = config.output_errors == "exact" and config.inner_loss == "l2"
+        seen = shapes[0][0] * (1 + (1 + carry if exact else 0)) + config.inner_norm
+        if len(shapes) > 1:  # activations of all slots, lengths of W1's columns
+            head += (slots + 1) * shapes[0][1]
+            seen += sum(out for out, _ in shapes[1:])
+        head += (window - 1) * seen
     tail = 3 * config.num_attention_heads * config.head_dim * (config.conv_kernel_size - 1)
     layer = (config.num_attention_heads * head + tail) * _FLOAT_BYTES + _POSITION_BYTES
     return config.num_hidden_layers * layer

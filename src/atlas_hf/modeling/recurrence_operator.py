@@ -15,6 +15,7 @@ from .recurrence_state import (
     RecurrenceOptions,
     State,
     Tokens,
+    cast,
     check_inputs,
     dense_dtype,
     final_state,
@@ -113,9 +114,9 @@ def atlas_operator(scan):
             feature_map = feature_map.as_it_stands()
         dtype = dense_dtype(q)
         call = Call(
-            q.to(dtype),
-            tokens.map(lambda x: x.to(dtype)),
-            tuple(m.to(dtype) for m in memory),
+            cast(q, dtype),
+            tokens.map(lambda x: cast(x, dtype)),
+            tuple(cast(m, dtype) for m in memory),
             feature_map,
             None if residual_scale is None else residual_scale.to(dtype),
             options,

@@ -189,6 +189,11 @@ def check_state(state: State, batch: int, tokens: Tokens, memory, options: Recur
             )
 
 
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x.to(dtype)`; asked first, since of a decoded token's many casts hardly any has anything to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def dense_dtype(q: torch.Tensor) -> torch.dtype:
     """The recurrence runs in float32 whatever the model's dtype, in float64 for float64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -54,6 +54,8 @@ class ShortConvolution(nn.Module):
             with torch.autocast(device_type="cpu", enabled=False):
                 y = F.conv2d(x.mT[:, :, None], weight[:, :, None], groups=x.shape[2])[:, :, 0].mT
             y = F.silu(y)
+        elif length == 1:
+            y = F.silu((x * weight[:, 0].mT).sum(1, keepdim=True))
         else:
             y = F.silu(sum(x[:, j : j + length] * weight[:, 0, j] for j in range(self.kernel_size)))
         if lengths is None:
