@@ -89,6 +89,28 @@ def test_rows_at_different_places(launches):
     assert launches
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("first", ["triton", "torch"])
+def test_either_goes_on_where_the_other_stopped(launches, first, apart):
+    """Also in the middle of a chunk, where each has kept what only it needs."""
+    problem = make_problem(tokens=11, batch=3, residual=False, dtype=torch.float32)
+    options, other = OPTIONS["atlas"], {"triton": "torch", "torch": "triton"}[first]
+
+    def outputs(*ways):
+        lengths = torch.tensor([3, 1, 2]) if apart else None
+        with torch.no_grad():
+            _, state = problem.run(chunk_atlas, slice(0, 3), lengths=lengths, **options)
+            for t, kernels in enumerate(ways, 3):
+                y, state = problem.run(step_atlas, slice(t, t + 1), initial_state=state, kernels=kernels, **options)
+                yield y
+
+    mixed = list(outputs(first, first, other, other, first, other, other, first))
+    assert len(launches) == 4
+    alone = list(outputs(*["torch"] * 8))
+    assert alone[-1].abs().max() > 1e-3
+    torch.testing.assert_close(torch.cat(mixed, 1), torch.cat(alone, 1), rtol=1e-3, atol=1e-4)
+
+
 def test_features_in_half_precision(launches):
     """As in a model cast as a whole."""
     problem = make_problem(tokens=4, residual=False, dtype=torch.float32)
