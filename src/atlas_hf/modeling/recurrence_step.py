@@ -176,8 +176,8 @@ class _Step(StepWrites):
         phi = token[..., self.layout.phi] if q is None else phi
         moved, base = self.products(work, self.entry, phi)
 
-        def at(place, products):
-            return [None if x is None else x[:, place : place + 1] for x in products]
+        def at(row, products):
+            return [None if x is None else x[:, row : row + 1] for x in products]
 
         place = self.places(work["position"]) if place is None else place
         new, tokens = self.write(work, token, phi[:, :1], at(0, moved), at(0, base), place)
