@@ -1,8 +1,10 @@
 """`torch.compile` of decoding with a static cache, and `torch.export`."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 FORMS = {
     "degree 1": {"feature_degree": 1, "feature_rank": None},
@@ -43,6 +45,52 @@ def test_decoding_is_one_graph(tiny_model, random_rows, form):
     with torch._dynamo.config.patch(error_on_recompile=True):
         error, scale = decode(model, step, ids)
     assert error < 1e-5 * scale
+
+
+@torch.no_grad()
+def test_a_chunk_is_folded_in_a_branch(tiny_model, random_rows):
+    """On a CPU the graph of a step folds a chunk where one ends only, one branch a layer; a step before keeps its memory."""
+    model, ids, branches = tiny_model(num_hidden_layers=2).eval(), torch.tensor(random_rows([16, 16])), []
+
+    def count(graph, inputs):
+        branches.append(sum(node.target is torch.ops.higher_order.cond for node in graph.graph.nodes))
+        return graph.forward
+
+    step = torch.compile(model.forward, fullgraph=True, backend=count)
+    cache, expected = DynamicCache(config=model.config), model(ids, use_cache=False).logits
+    for seen in (slice(6), slice(6, 7)):
+        model(ids[:, seen], cache=cache)
+    kept, firsts = [], []
+    for t in range(7, 16):
+        states = cache.layers[0].get_states()
+        kept.append((states, {name: x.clone() for name, x in states.items()}))
+        logits = step(ids[:, t : t + 1], cache=cache).logits
+        torch.testing.assert_close(logits, expected[:, t : t + 1], rtol=1e-4, atol=1e-5)
+    assert branches and all(found == 2 for found in branches)
+    for states, before in kept:
+        torch.testing.assert_close(states, before, rtol=0, atol=0)
+        firsts.append(before["matrix_0"])
+    assert any(not torch.equal(a, b) for a, b in pairwise(firsts))
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")  # of the compiler's own
+@pytest.mark.parametrize("padded", [False, True])
+def test_generated_code(tiny_model, random_rows, padded):
+    """By inductor, over chunk ends that rows reach together or, behind padding, at different tokens."""
+    model, ids = tiny_model(num_hidden_layers=1).eval(), torch.tensor(random_rows([16, 16]))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :3] = mask[0, 9] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    step, cache = torch.compile(model.forward, fullgraph=True), StaticCache(config=model.config, max_cache_len=32)
+    model(ids[:, :6], attention_mask=mask[:, :6], cache=cache)
+    for t in range(6, 16):
+        here = slice(t, t + 1)
+        logits = step(ids[:, here], attention_mask=mask[:, here] if padded else None, cache=cache).logits
+        real = mask[:, here].bool()
+        torch.testing.assert_close(logits[real], expected[:, here][real], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .configuration_atlas import LAYER_TYPE, AtlasConfig
 from .memory_origin import check_origin, origin_of
+from .recurrence_state import FixedState
 
 
 class AtlasCacheLayer(CacheLayerMixin):
@@ -176,7 +177,7 @@ class AtlasStaticCacheLayer(AtlasCacheLayer):
         super().__init__()
         # A tensor: a Python integer would become a constant of the compiled graph.
         self.cumulative_length = torch.tensor(0, dtype=torch.long)
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.buffers = FixedState()
 
     def update_states(self, states, num_tokens, replay=None) -> None:
         other_shapes = not self.is_initialized and any(
@@ -185,17 +186,19 @@ class AtlasStaticCacheLayer(AtlasCacheLayer):
         if self.buffers.keys() != states.keys() or other_shapes:
             self.device = next(iter(states.values())).device
             self.cumulative_length = self.cumulative_length.to(self.device)
-            self.buffers = {n: torch.zeros_like(s, memory_format=torch.contiguous_format) for n, s in states.items()}
+            # Laid out as the states are, so that a step need not lay them out anew
+            self.buffers = FixedState({n: torch.zeros_like(s) for n, s in states.items()})
             if not is_torchdynamo_compiling():
                 for buffer in (*self.buffers.values(), self.cumulative_length):
                     torch._dynamo.mark_static_address(buffer)
         for name, state in states.items():
-            self.buffers[name].copy_(state)
+            if state is not self.buffers[name]:
+                self.buffers[name].copy_(state)
         self.states, self.is_initialized = self.buffers, True
         self.cumulative_length.add_(num_tokens)
 
     def _map(self, function) -> None:
-        self.buffers = {name: function(state) for name, state in self.states.items()}
+        self.buffers = FixedState({name: function(state) for name, state in self.states.items()})
         self.states = self.buffers
 
     def detach(self) -> None:
@@ -209,7 +212,7 @@ class AtlasStaticCacheLayer(AtlasCacheLayer):
 
     def _copy_tensors(self) -> None:
         self.cumulative_length = self.cumulative_length.clone()
-        self.buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        self.buffers = FixedState({name: buffer.clone() for name, buffer in self.buffers.items()})
         self.states = self.buffers if self.is_initialized else {}
 
     def reset(self) -> None:

@@ -24,6 +24,11 @@ from .memory_network import memory_kind
 
 State = dict[str, torch.Tensor]
 
+
+class FixedState(dict):
+    """A state whose tensors keep their addresses: a step may write into them where that saves copies of matrices."""
+
+
 CHOICES = {
     "rule": ("gd", "muon"),
     "momentum": ("carry", "restart", "none"),

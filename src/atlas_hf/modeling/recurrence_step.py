@@ -19,18 +19,24 @@ from torch.nn.functional import pad
 
 from .dispatch import select_step
 from .recurrence_operator import Call, atlas_operator
-from .recurrence_state import State, initial_fast
+from .recurrence_state import FixedState, State, initial_fast
 from .step_layout import GATES, TOKENS, OnePlace, OwnPlaces
 from .step_writes import SEEN, StepWrites
 
 # The kernel's own: hidden units of the last c - 1 tokens
 WINDOW = "step_window"
+# Whether a branch of a graph may write into what it is given
+_BRANCHES_WRITE = torch.__version__ >= (2, 13)
 
 
 class _Step(StepWrites):
     def __init__(self, call: Call):
         super().__init__(call)
         self.kernel = self._one_launch()
+        self.in_place = isinstance(call.state, FixedState)
+        # On a GPU a branch would wait for the device; under gradients nothing may be written in place.
+        compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        self.branches = compiling and call.q.device.type == "cpu" and not torch.is_grad_enabled() and _BRANCHES_WRITE
 
     def _one_launch(self):
         """Triton's way to take a token, where there is one and nobody asks for gradients."""
@@ -182,10 +188,40 @@ class _Step(StepWrites):
         place = self.places(work["position"]) if place is None else place
         new, tokens = self.write(work, token, phi[:, :1], at(0, moved), at(0, base), place)
         y = None if q is None else self.read(new, tokens, q, phi[:, 1:], at(1, moved), at(1, base), place)
-        if place.ends_chunk:
-            self._keep(new, self._end_chunk(new, tokens), place.ended)
+        # A token that is taken in again, without a query, ends no chunk
+        if q is not None and place.ends_chunk:
+            if self.branches:
+                self._fold_in_branch(work, new, tokens, place.ended, rows)
+            else:
+                self._keep(new, self._end_chunk(new, tokens), place.ended)
         self._keep(work, new, rows)
         return y
+
+    def _fold_in_branch(self, work: State, new: State, tokens, ended, rows) -> None:
+        """End the chunks of `ended [B]` rows in a branch of the graph, which tokens that end none do not enter.
+
+        Both branches giving tensors would have the idle one copy all matrices; so this one writes into those of `new`.
+        """
+        ended = ended if rows is None else ended & rows
+        if not self.in_place:
+            new |= {name: x.clone() for name, x in new.items() if x is work[name]}
+        # A branch takes no slices of others' tensors
+        new |= {name: x.contiguous() for name, x in new.items()}
+
+        def stay():
+            return ended.any()
+
+        def fold():
+            before = {**new, TOKENS: tokens[:, :-1]}
+            after = dict(before)
+            self._keep(after, self._end_chunk(before, tokens), ended)
+            for name, x in after.items():
+                if x is not before[name]:
+                    before[name].copy_(x)
+            return ended.any()
+
+        torch.cond(ended.any(), fold, stay, ())
+        new[TOKENS] = tokens[:, :-1]
 
     def _keep(self, work: State, new: State, rows) -> None:
         """Move `rows [B]` of `work` on to `new` (all of them: `None`)."""

@@ -99,11 +99,6 @@ class TokenLayout:
         self.gates = slice(features, features + gates)
         self.phi = slice(0, features) if apart else slice(gates, gates + key_dim)
 
-    def heads_first(self, x) -> bool:
-        """Whether `rows` of `x [B, H, ...]` is a view."""
-        (over_rows, over_heads), batch = x.stride()[:2], x.shape[0]
-        return batch == 1 or self.heads == 1 or over_heads == batch * over_rows
-
     def rows(self, x):
         """`[B, H, ...] -> [N, ...]`."""
         return x.transpose(0, 1).flatten(0, 1)
@@ -135,6 +130,8 @@ class TokenLayout:
         work = {"position": state["position"]}
         kept = ("matrix_", "momentum_", "step_")
         work |= {n: self.rows(cast(x, dtype)) for n, x in state.items() if n.startswith(kept)}
+        # A chunked pass leaves matrices the other way round
+        work |= {n: x.contiguous() for n, x in work.items() if n.startswith(kept[:2])}
         if TOKENS not in work:
             held = Tokens(*(cast(state[n], dtype) for n in Tokens._fields))
             k = held.k.permute(2, 0, 1, 3)
@@ -149,7 +146,7 @@ class TokenLayout:
                 continue
             # Laid out batch first, a tensor would be copied to rows again for the next token
             unchanged = given is not None and name in given and taken[name] is x
-            unchanged = unchanged and given[name].dtype == x.dtype and self.heads_first(given[name])
+            unchanged = unchanged and given[name].dtype == x.dtype and given[name].transpose(0, 1).is_contiguous()
             state[name] = given[name] if unchanged else self.public(x)
         columns = self.split(state[TOKENS].transpose(1, 2))
         state |= {n: columns[n] for n in ("k", "v", "gamma")}
