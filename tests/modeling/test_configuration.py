@@ -54,6 +54,7 @@ def test_derived_fields():
     assert [AtlasConfig(chunk_size=b).muon_interval for b in (16, 6, 1)] == [4, 2, 1]
     assert AtlasConfig(rule="gd").muon_interval == 1
     assert AtlasConfig(hidden_size=30, num_attention_heads=4, head_dim=16).head_dim == 16
+    assert AtlasConfig(hidden_size=30, num_attention_heads=4, head_dim=7).head_dim == 7
     assert config.num_heads == 8
 
 
@@ -234,3 +235,10 @@ def test_presets_and_sizes_take_the_alias():
     assert AtlasConfig.atlas("340M", num_heads=8).num_attention_heads == 8
     with pytest.raises(ValueError, match="num_heads=8 and num_attention_heads=4 are the same field"):
         AtlasConfig.atlas(num_heads=8, num_attention_heads=4)
+
+
+def test_a_misspelt_field_of_a_saved_configuration(tmp_path):
+    AtlasConfig(hidden_size=32, num_attention_heads=2).save_pretrained(tmp_path)
+    assert AtlasConfig.from_pretrained(tmp_path, chunk_size=4).chunk_size == 4
+    with pytest.raises(ValueError, match="chunk_sise is not a field of AtlasConfig: did you mean chunk_size"):
+        AtlasConfig.from_pretrained(tmp_path, chunk_sise=4)

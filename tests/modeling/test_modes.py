@@ -136,6 +136,23 @@ def test_half_precision_keeps_the_memory_in_float32(small_model, random_ids, var
     assert (output.logits.float() - expected[:, :8]).abs().max() < 0.1 * scale
 
 
+def test_backward_under_autocast(small_model, random_ids, variant):
+    """Called inside the context, as some trainers do, the backward pass computes what it does outside."""
+    model, ids, found = small_model(variant, dtype=torch.float32), random_ids(2, 9), []
+    for inside in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        found.append([p.grad for p in model.model.layers[0].memory.memory_weights])
+    for outside, within in zip(*found, strict=True):
+        assert outside.any()
+        assert (within - outside).abs().max() < 0.02 * outside.abs().max()
+
+
 def test_float64_stays_float64(small_model, random_ids):
     model, ids = small_model(), random_ids(2, 6)
     with torch.no_grad():

@@ -157,6 +157,17 @@ def test_boundaries_as_a_list(packed, assert_equal_logits):
     assert_equal_logits(model(ids, cu_seq_lens_q=ends).logits, expected)
     with pytest.raises(ValueError, match=r"cu_seq_lens_q must rise from 0"):
         model(ids, cu_seq_lens_q=[ends])
+    numbers = boundaries()["seq_idx"]["seq_idx"].tolist()
+    assert_equal_logits(model(ids, seq_idx=numbers).logits, expected)
+
+
+@torch.no_grad()
+def test_boundaries_by_the_name_of_fla(packed, assert_equal_logits):
+    model, ids, expected = packed()
+    cu = boundaries()["cu_seq_lens_q"]["cu_seq_lens_q"]
+    assert_equal_logits(model(ids, cu_seqlens=cu).logits, expected)
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seqlens are the same argument"):
+        model(ids, cu_seqlens=cu, cu_seq_lens_q=cu)
 
 
 @pytest.mark.parametrize("width", [5, 12])

@@ -57,6 +57,8 @@ def path_of(config: AtlasConfig, part: str = "scan") -> str:
     shapes = memory_shapes(config)
     widths = {"key_dim": config.head_dim, "value_dim": config.head_dim, "features": shapes[-1][1]}
     widths["hidden_dim"] = shapes[0][1] if len(shapes) > 1 else 0
+    if part == "step":
+        widths["residual"] = config.residual_scale != 0
     return describe(config.kernels, options, len(shapes), config.omega_window, part=part, **widths)
 
 

@@ -2,7 +2,8 @@
 
 Legend: B batch, H heads, K key width, V value width, E hidden width, F features, c window, b chunk, R = b + c - 1 slots.
 
-`take` does what `_Step.take` does in `modeling/recurrence_step.py`. At a chunk's end PyTorch folds the slots.
+`take` does what `_Step.take` does in `modeling/recurrence_step.py`, by the mathematics of `step_writes.py`. At a chunk's end
+PyTorch folds the slots.
 """
 
 import json
@@ -112,7 +113,7 @@ class Step:
         )
 
     def take(self, work: dict, token: dict, q: torch.Tensor) -> tuple[dict, torch.Tensor]:
-        """The state after the token's writes, as `_Step._write` gives it, and the output at `q [B, H, K]`."""
+        """The state after the token's writes, as `StepWrites.write` gives it, and the output at `q [B, H, K]`."""
         both = torch.stack([q, token["k"]], -2)  # [B, H, 2, K]
         phi = both if self.feature_map is None else self.feature_map(both, head_axis=1)
         tokens = [q, *(token[n] for n in ("k", "v", *GATES, "gamma")), phi[..., 0, :], phi[..., 1, :]]

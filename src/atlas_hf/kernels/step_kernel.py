@@ -4,7 +4,7 @@ Legend: K key width, V value width, E hidden width, F features, c window, b chun
 tokens fill c. Names that end in P are widths of tiles; hidden units come EB at a time, features FB, entries of keys KB, slots
 SB.
 
-The steps are those of `modeling/recurrence_step.py`. What one of them leaves for the next stands in the results, or in
+The steps are those of `modeling/step_writes.py`. What one of them leaves for the next stands in the results, or in
 `scratch [B, H, 3, E]`: the key's hidden pre-activations, the query's by `M_0`, and by `D`.
 """
 

@@ -197,6 +197,13 @@ class AtlasStaticCacheLayer(AtlasCacheLayer):
         self.states, self.is_initialized = self.buffers, True
         self.cumulative_length.add_(num_tokens)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise RuntimeError(
+                f"a static cache takes no tokens back (tokens_to_remove={tokens_to_remove}): use "
+                "`DynamicCache(config=model.config)` with `activate_past_recording()`"
+            )
+
     def _map(self, function) -> None:
         self.buffers = FixedState({name: function(state) for name, state in self.states.items()})
         self.states = self.buffers
@@ -246,7 +253,7 @@ def detach_cache(cache: Cache) -> Cache:
 
 def recording_layers(cache: Cache | None) -> list[AtlasCacheLayer]:
     """Layers that keep what `crop` needs; none without a cache."""
-    layers = [] if cache is None else cache.layers
+    layers = getattr(cache, "layers", ())  # what is no cache at all is refused by the forward pass
     return [layer for layer in layers if getattr(layer, "record_past", False)]
 
 

@@ -224,7 +224,12 @@ class Chunk:
         return back if self.scan.num_hidden == 1 else back.repeat(1, 1, self.scan.num_hidden)
 
     def _gain(self):
-        """`|W1 diag(dh/du)|_F^2` of each token, see `output_gain`."""
+        """How strongly a token's hidden pre-activations move its output: `|W1 diag(dh/du)|_F^2 [N, R]`, all hidden matrices.
+
+        A step of the hidden matrices changes the output by up to this times the error, so the normalised step divides by it
+        where it exceeds 1. Without that, an output matrix that has grown makes the hidden matrices overshoot, and a gated
+        memory, whose activations are products, diverges.
+        """
         self.columns = (self.current * self.current).sum(1)  # [N, E]
         lengths = self.columns.sqrt().repeat(1, self.scan.num_hidden)
         return torch.linalg.vector_norm(self.slope * lengths[:, None], dim=-1).square()

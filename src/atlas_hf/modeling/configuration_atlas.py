@@ -1,5 +1,6 @@
 """Configuration of Atlas models: fields, presets, sizes, and the rules between fields."""
 
+import difflib
 import math
 
 # First: an old transformers should be told by its version, not by a name that it lacks.
@@ -32,6 +33,9 @@ PRESETS = {
     "omeganet": {**_GD, "momentum": "none"},
     "titans": {**_GD, "momentum": "carry", "omega_window": 1, "feature_degree": 1},
 }
+
+# How alike two names are of which one is taken for the other misspelt
+NEAR = 0.8
 
 # Where it divides the chunk.
 MUON_INTERVAL = 4
@@ -73,6 +77,17 @@ _KEYS_OF_TRANSFORMERS = frozenset(
         "trust_remote_code",
     }
 )
+
+
+def check_near_misses(names, known, what: str) -> None:
+    """Refuse `names` that are all but one of the `known` ones: what somebody misspelt must not be ignored.
+
+    Raises:
+        ValueError: naming both.
+    """
+    for name in names:
+        for meant in difflib.get_close_matches(name, known, 1, NEAR):
+            raise ValueError(f"{name} is not {what}: did you mean {meant}?")
 
 
 @strict
@@ -189,6 +204,11 @@ class AtlasConfig(PreTrainedConfig):
         self._check_names(kwargs)
         self._resolve_aliases(kwargs)
         if self.head_dim is None and self.num_attention_heads > 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}: "
+                    "change one of them, or set head_dim"
+                )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
@@ -233,6 +253,8 @@ class AtlasConfig(PreTrainedConfig):
         """As `PreTrainedConfig.from_dict`, but fields given as keywords are checked together with those they override."""
         names = [name for name in kwargs if name in AtlasConfig.__annotations__ or name in cls.attribute_map]
         overrides = cls.by_own_names({name: kwargs.pop(name) for name in names})
+        known = [*AtlasConfig.__annotations__, *cls.attribute_map]
+        check_near_misses([name for name in kwargs if name not in known], known, "a field of AtlasConfig")
         if "num_hidden_layers" in overrides:
             config_dict = {name: value for name, value in config_dict.items() if name != "layer_types"}
         return super().from_dict({**config_dict, **overrides}, **kwargs)
@@ -304,14 +326,6 @@ class AtlasConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name}={getattr(self, name)} is not allowed: it must lie between 0 and 1, both excluded"
                 )
-        if (
-            self.hidden_size % self.num_attention_heads
-            and self.head_dim == self.hidden_size // self.num_attention_heads
-        ):
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}: "
-                "change one of them, or set head_dim"
-            )
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(
                 f"pad_token_id={self.pad_token_id} is not allowed: it must lie between 0 and vocab_size={self.vocab_size}, "

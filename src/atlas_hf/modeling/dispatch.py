@@ -60,11 +60,13 @@ def select_walk(
 def select_step(kernels: str, options: RecurrenceOptions, num_matrices: int, window: int, like: torch.Tensor, **widths):
     """The module that takes a token of decoding in one launch, or None. Arguments as for `select_walk`.
 
+    `widths` also says whether there is a `residual`.
+
     Raises:
         ValueError: as `select_walk`.
     """
     module, reason = _choose(
-        kernels, "step", like.device, like.dtype, lambda m: m.supports(options, num_matrices, window, **widths)
+        kernels, "step", like.device, like.dtype, lambda m: _refusal(m, options, num_matrices, window, **widths)
     )
     if module is None and like.device.type == "cuda":
         _tell("torch for decoding", reason)
@@ -99,16 +101,23 @@ def describe(
 ) -> str:
     """The path that `chunk_atlas` takes on this machine, and why: a line for people. Arguments as for `select_walk`.
 
-    `part="step"`: that of decoding, in `step_atlas`.
+    `part="step"`: that of decoding, in `step_atlas`; `widths` then say whether there is a `residual` too.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         module, reason = _choose(
-            kernels, part, device, torch.float32, lambda m: m.supports(options, num_matrices, window, **widths)
+            kernels, part, device, torch.float32, lambda m: _refusal(m, options, num_matrices, window, **widths)
         )
     except ValueError as error:
         return f"{NO_PATH}{error}"
     return f"{'torch' if module is None else 'triton'} ({reason})"
+
+
+def _refusal(module, options, num_matrices: int, window: int, residual: bool = False, **widths: int) -> str | None:
+    """What of a call the scan or the step of Triton cannot do, or None."""
+    if residual:
+        return "a residual has no decoding kernel: leave it out by residual_scale=0"
+    return module.supports(options, num_matrices, window, **widths)
 
 
 def _choose(kernels: str, part: str, device: torch.device, dtype: torch.dtype, refusal):
@@ -167,7 +176,7 @@ def _hindrance_of(part: str) -> str | None:
 
 
 def _look_for(part: str):
-    install = "pip install 'atlas-hf[gpu]'"
+    install = "install atlas-hf with its extra gpu (in its folder: pip install -e '.[gpu]')"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what Triton and fla themselves use
@@ -177,7 +186,7 @@ def _look_for(part: str):
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
         if missing.startswith("atlas_hf."):
-            return None, f"the installed atlas-hf has no {missing}: {install} --upgrade"
+            return None, f"the installed atlas-hf has no {missing}: {install} in the version that saved the checkpoint"
         if missing in ("atlas_hf", "triton", "fla"):
             return None, f"{missing.replace('_', '-')} is not installed: {install}"
         return None, _broken(part, error)

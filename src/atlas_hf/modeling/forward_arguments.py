@@ -4,8 +4,32 @@ Legend: B rows, T new tokens a row.
 """
 
 import torch
+from transformers.utils import TransformersKwargs, logging
 
-from .configuration_atlas import LAYER_TYPE
+from .configuration_atlas import LAYER_TYPE, check_near_misses
+
+logger = logging.get_logger("transformers.models.atlas")
+
+# What transformers' own models take beside `TransformersKwargs`, all without an effect on a memory
+_KNOWN = {
+    *TransformersKwargs.__annotations__,
+    "return_dict",
+    "shift_labels",
+    "ignore_index",
+    "cache_position",
+    "cu_seqlens",
+}
+_ARGUMENTS = ("attention_mask", "position_ids", "cache", "past_key_values", "inputs_embeds", "use_cache", "labels")
+_ARGUMENTS += ("logits_to_keep", "skip_logits")
+
+
+def check_names(kwargs: dict) -> None:
+    """Refuse misspelt arguments, and say once which others have no effect."""
+    unknown = [name for name, value in kwargs.items() if name not in _KNOWN and value is not None]
+    if not unknown or torch.compiler.is_compiling():
+        return
+    check_near_misses(unknown, [*_ARGUMENTS, *_KNOWN], "an argument of an Atlas model")
+    logger.warning_once(f"Atlas has no use for the argument(s) {', '.join(unknown)}, which are ignored")
 
 
 def check_mask(attention_mask, batch: int, num_tokens: int, past) -> torch.Tensor | None:
@@ -63,8 +87,15 @@ def _begins(numbers, mask, steps):
 
 
 def packed_segments(kwargs, position_ids, mask, batch, num_tokens, device, past):
-    """Document numbers `[B, T]` of a packed batch from `seq_idx`, `cu_seq_lens_q` or restarting `position_ids`."""
+    """Document numbers `[B, T]` of a packed batch.
+
+    From `seq_idx`, from `cu_seq_lens_q` (`cu_seqlens` in flash-linear-attention) or from `position_ids` that restart.
+    """
     seq_idx, cu, cu_k = (kwargs.pop(name, None) for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"))
+    as_in_fla = kwargs.pop("cu_seqlens", None)
+    if cu is not None and as_in_fla is not None:
+        raise ValueError("cu_seq_lens_q and cu_seqlens are the same argument: pass one of them")
+    cu = as_in_fla if cu is None else cu
     for name in ("max_length_q", "max_length_k"):
         kwargs.pop(name, None)
     cu, cu_k = (None if x is None else torch.as_tensor(x, device=device) for x in (cu, cu_k))
@@ -75,6 +106,7 @@ def packed_segments(kwargs, position_ids, mask, batch, num_tokens, device, past)
         raise ValueError(f"cu_seq_lens_q must be whole numbers, got {cu.dtype}: convert them")
     told = {}
     if seq_idx is not None:
+        seq_idx = torch.as_tensor(seq_idx, device=device)
         if tuple(seq_idx.shape) != (batch, num_tokens):
             raise ValueError(f"seq_idx must be {(batch, num_tokens)}, got {tuple(seq_idx.shape)}")
         told["seq_idx"] = _begins(seq_idx, mask, lambda step: step != 0)

@@ -111,9 +111,9 @@ class HeadRMSNorm(nn.Module):
 class AtlasMemory(nn.Module):
     """Reads and rewrites a memory of fast weights as the tokens go by (paper, sections 3 to 5).
 
-    Queries, keys and values are projected, convolved over four tokens, passed through SiLU; queries and keys are
-    L2-normalised. Four kinds of gates per head come from the same input: retention `alpha`, inner learning rate `eta <= 1`,
-    momentum decay `theta` and the window's `gamma`. The output passes a norm per head and a SiLU gate.
+    Queries, keys and values are projected, convolved over `conv_kernel_size` tokens, passed through SiLU; queries and keys
+    are L2-normalised. Four kinds of gates per head come from the same input: retention `alpha`, inner learning rate
+    `eta <= 1`, momentum decay `theta` and the window's `gamma`. The output passes a norm per head and a SiLU gate.
     """
 
     def __init__(self, config: AtlasConfig, layer_idx: int):

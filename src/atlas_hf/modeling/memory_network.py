@@ -67,24 +67,6 @@ def derivative_backward(
     return torch.cat([by_u2, grad * F.gelu(u2) + d2 * first], -1)
 
 
-def output_gain(slope: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """How strongly a token's hidden pre-activations move its output: `|W1 diag(dh/du)|_F^2`, of all hidden matrices together.
-
-    A step of the hidden matrices changes the output by up to this times the error, so the normalised step divides by it
-    where it exceeds 1. Without that, an output matrix that has grown makes the hidden matrices overshoot, and a gated
-    memory, whose activations are products, diverges.
-
-    Args:
-        slope: `[..., N, G E]`.
-        columns: `[..., 1, E]`, squared lengths of the columns of `W1`.
-
-    Returns:
-        `[..., N]`.
-    """
-    squares = slope.square().unflatten(-1, (-1, columns.shape[-1])).sum(-2)
-    return (squares * columns).sum(-1)
-
-
 def stack_hidden(matrices: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """`W2` or `[W2; W3]`: the hidden matrices read the same features, so they are multiplied as one `[..., G E, F]`."""
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices, -2)

@@ -29,7 +29,7 @@ from .cache_atlas import check_cache, positions_seen, recording_layers
 from .checkpoint_fit import check_fit
 from .configuration_atlas import LAYER_TYPE, AtlasConfig
 from .dispatch import select_fused
-from .forward_arguments import check_mask, packed_segments
+from .forward_arguments import check_mask, check_names, packed_segments
 from .linear_loss import linear_cross_entropy
 from .memory_layer import AtlasMemory
 from .recompute import recomputed
@@ -175,14 +175,16 @@ class AtlasModel(AtlasPreTrainedModel):
             attention_mask: `[B, T]` or, with a cache, `[B, past + T]`, any dtype: tokens with zero do not exist, wherever
                 they stand.
             position_ids: `[B, T]`; only their restarts matter, which begin a new document (packing). Ignored with a cache
-                that has seen tokens.
+                that has seen tokens. Where a document may begin with a masked token give `seq_idx` instead.
             cache: `DynamicCache(config=config)` or what an earlier call returned.
-            kwargs: `seq_idx [B, T]` or `cu_seq_lens_q [N + 1]` give packed documents explicitly.
+            kwargs: `seq_idx [B, T]` or `cu_seq_lens_q [N + 1]` (or `cu_seqlens`, as in flash-linear-attention) give packed
+                documents explicitly.
 
         Raises:
             ValueError: arguments that do not fit each other, document boundaries that contradict each other among them; a
                 batch without rows or tokens.
         """
+        check_names(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
@@ -265,13 +267,14 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         `skip_logits` gives the loss alone, `logits=None`, without the memory that all logits take (`linear_cross_entropy`).
 
         Raises:
-            ValueError: `skip_logits` without labels, with `logits_to_keep` or with a loss function of one's own.
+            ValueError: labels with `logits_to_keep`; `skip_logits` without labels or with a loss function of one's own.
         """
-        if skip_logits and (
-            labels is None
-            or not (isinstance(logits_to_keep, int) and logits_to_keep == 0)
-            or self.loss_function is not ForCausalLMLoss
-        ):
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError(
+                f"logits_to_keep={logits_to_keep!r} leaves logits out that labels need: pass one of the two, or take the "
+                "loss from the logits kept"
+            )
+        if skip_logits and (labels is None or self.loss_function is not ForCausalLMLoss):
             raise ValueError(
                 "skip_logits=True gives transformers' language modelling loss and no logits: pass labels, no logits_to_keep, "
                 "and set no loss_function"

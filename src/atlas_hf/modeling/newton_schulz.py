@@ -168,4 +168,6 @@ class _Factors(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return *newton_schulz_factors_backward(ctx.tape, grad), None, None, None
+        # Under autocast the products would fall back to half precision.
+        with torch.autocast(device_type=grad.device.type, enabled=False):
+            return *newton_schulz_factors_backward(ctx.tape, grad), None, None, None

@@ -35,7 +35,7 @@ class _Walk(torch.autograd.Function):
     def forward(ctx, settings, num_state, *tensors):
         state, inputs = tensors[:num_state], ChunkInputs(*tensors[num_state:])
         scan = ChunkScan(inputs, *settings.arguments)
-        needed = any(ctx.needs_input_grad)
+        needed = settings.keeps and any(ctx.needs_input_grad)
         starts, kept, outputs = [], [], []
         groups = settings.groups(state, inputs)
         for first, last in groups:
@@ -59,6 +59,12 @@ class _Walk(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy, *d_state):
+        # Under autocast the products below would fall back to half precision.
+        with torch.autocast(device_type=dy.device.type, enabled=False):
+            return _Walk._gradients(ctx, dy, d_state)
+
+    @staticmethod
+    def _gradients(ctx, dy, d_state):
         settings, num_state, groups = ctx.settings, ctx.num_state, ctx.groups
         k, q, *saved = ctx.saved_tensors
         num_starts, num_kept = len(groups) * num_state, _KEPT_OF_CHUNK * settings.num_chunks
@@ -93,6 +99,8 @@ class _Settings:
 
     def __init__(self, grid: Grid, call: Call, expansion: int):
         self.num_chunks, self.feature_map = grid.num_chunks, call.feature_map
+        # Asked here, for inside the node no gradients are ever on
+        self.keeps = torch.is_grad_enabled()
         self.sources = (grid.tokens.k.detach(), grid.q.detach())
         self.arguments = (call.options, len(call.memory) - 1, grid.tokens.gamma.shape[-1], expansion)
         # A last chunk that no row completes leaves the state as it is, and without a next chunk or a state to give back
@@ -171,6 +179,7 @@ def chunk_atlas(grid: Grid, fast: Fast, call: Call):
 
     Raises:
         ValueError: a shape, option or state that does not fit; the message names it. Or `kernels="triton"` cannot run.
+        TypeError: an argument that is no tensor where one is needed.
 
     Differs from `naive_atlas` and `step_atlas` in speed alone. Training keeps each token's hidden pre-activations and errors,
     and the fast weights at the start of every group of chunks; the backward pass computes the rest again.

@@ -209,7 +209,8 @@ def initial_fast(memory, options: RecurrenceOptions, batch: int, state: State | 
     if state is not None:
         delta = tuple(state[f"matrix_{i}"].transpose(0, 1).to(dtype).contiguous() for i in range(len(memory)))
     elif options.decay_to == "zero":
-        delta = tuple(m.to(dtype)[:, None].expand(-1, batch, -1, -1) for m in memory)
+        # Its own: a state must not change with the weights
+        delta = tuple(m.to(dtype)[:, None].repeat(1, batch, 1, 1) for m in memory)
     else:
         delta = tuple(m.new_zeros(m.shape[0], batch, *m.shape[1:], dtype=dtype) for m in memory)
     momentum = ()

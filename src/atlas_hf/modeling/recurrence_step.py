@@ -51,8 +51,9 @@ class _Step(StepWrites):
             value_dim=self.memory[0].shape[1],
             hidden_dim=self.memory[0].shape[-1] if self.deep else 0,
             features=self.memory[-1].shape[-1],
+            residual=self.rho is not None,
         )
-        if module is None or torch.is_grad_enabled() or self.rho is not None:
+        if module is None or torch.is_grad_enabled():
             return None
         return module.Step(self.options, self.memory, self.feature_map, self.window)
 
@@ -272,7 +273,8 @@ def step_atlas(call: Call):
     step = _Step(call)
     step.check(call.state)
     outputs, length = [], call.q.shape[1]
-    taking = [None if call.lengths is None else t < call.lengths for t in range(length)]
+    lengths = None if call.lengths is None else call.lengths.to(call.q.device)
+    taking = [None if lengths is None else t < lengths for t in range(length)]
     if step.kernel is not None:
         state = step.begin_by_kernel(call.state)
         for t, rows in enumerate(taking):

@@ -130,14 +130,20 @@ def test_the_given_state_stays_as_it_is(launches):
     assert all(torch.equal(state[name], value) for name, value in before.items())
 
 
-def test_gradients_and_residuals_are_pytorchs(launches):
+def test_gradients_are_pytorchs(launches):
     problem = make_problem(tokens=3, residual=False, dtype=torch.float32)
     problem.q.requires_grad_()
     y, _ = problem.run(step_atlas, kernels="triton")
     y.sum().backward()
     assert problem.q.grad.any()
-    with torch.no_grad():
-        make_problem(tokens=3, dtype=torch.float32).run(step_atlas, kernels="triton")
+    assert not launches
+
+
+@torch.no_grad()
+def test_a_residual_is_refused(launches):
+    problem = make_problem(tokens=2, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"a residual has no decoding kernel: .*residual_scale=0; or set kernels="):
+        problem.run(step_atlas, kernels="triton")
     assert not launches
 
 
