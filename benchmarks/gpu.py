@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --dry-run                # all of it on a CPU, tiny: does the program work?
     TRITON_INTERPRET=1 python benchmarks/gpu.py --dry-run --parts parity       # and the kernels, interpreted
 
-Needs `pip install 'atlas-hf[gpu]'` for the kernels and for Gated DeltaNet; what cannot run is skipped with its reason. The
+Needs `pip install -e '.[gpu]'` for the kernels and for Gated DeltaNet; what cannot run is skipped with its reason. The
 results are written after every row, and nothing new is begun after `--budget` seconds. Exits with 1 if numbers differ.
 Parity and every contender have a process of their own.
 """

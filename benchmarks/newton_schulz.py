@@ -2,7 +2,7 @@
 
     python benchmarks/newton_schulz.py            prints the table and writes benchmarks/results/newton_schulz.md
 
-Both compute what every token of a chunk needs: the orthogonalised momentum `NS(S_t)`, `S_t = E^T diag(A_t) X`, in a form
+Both compute what every token of a chunk needs: the orthogonalised momentum `NS(S_t)`, `S_t = E^T diag(A_t) X`, in a form that
 can be read and folded; in token space as the recurrence takes it, Gram matrices and steps in double. CPU times are medians
 of several alternating rounds.
 """

@@ -113,7 +113,7 @@ def _gated_deltanet(scale: Scale, device: torch.device) -> nn.Module:
         from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
     except ImportError as error:
         raise SkippedError(
-            f"flash-linear-attention cannot be imported ({error}): pip install 'atlas-hf[gpu]'"
+            f"flash-linear-attention cannot be imported ({error}): pip install -e '.[gpu]' in atlas-hf's folder"
         ) from error
     skeleton = {key: value for key, value in scale.skeleton.items() if key != "num_attention_heads"}
     losses = {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}

@@ -34,7 +34,7 @@ def table(rows: list[dict]) -> str:
         "# Multi-query associative recall",
         "",
         "Share of queries answered right on held-out sequences, by training step: `python benchmarks/recall.py`, with",
-        "`--setting`, `--mixers`, `--seeds`, `--steps`, `--batch-size` and `--override` as each row says.",
+        "`--setting`, `--mixers`, `--seeds`, `--steps`, `--batch-size`, `--learning-rate` and `--override` as each row says.",
     ]
     groups = {}
     for row in rows:

@@ -167,7 +167,7 @@ def test_without_tensorboard(train_tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     outcome = train_tiny(tmp_path / "out", "--tensorboard")
     assert outcome.code == 2
-    assert "pip install 'atlas-hf[train]'" in outcome.err
+    assert "pip install -e '.[train]'" in outcome.err
 
 
 def test_positions_of_documents():

@@ -220,4 +220,4 @@ def test_refusals(model_folder, working_directory, capsys, flags, message):
 def test_without_the_harness(model_folder, working_directory, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["evaluate", "--model", str(model_folder), "--tasks", NAMES[0]]) == 2
-    assert "pip install 'atlas-hf[eval]'" in capsys.readouterr().err
+    assert "pip install -e '.[eval]'" in capsys.readouterr().err

@@ -197,7 +197,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if not arguments.texts and arguments.dataset is None:
         raise InputError("no texts: name files or folders, or a dataset with --dataset")
     if arguments.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise InputError("--tensorboard needs the package tensorboard: pip install 'atlas-hf[train]'")
+        raise InputError("--tensorboard needs the package tensorboard: pip install -e '.[train]' in atlas-hf's folder")
     if arguments.subset is not None and arguments.dataset is None:
         raise InputError(f"--subset {arguments.subset} belongs to a dataset: name it with --dataset")
 

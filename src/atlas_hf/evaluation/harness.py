@@ -19,7 +19,7 @@ def _harness():
         import lm_eval
         import lm_eval.tasks
     except ImportError as error:
-        raise InputError(f"tasks need lm-eval ({error}): pip install 'atlas-hf[eval]'") from error
+        raise InputError(f"tasks need lm-eval ({error}): pip install -e '.[eval]' in atlas-hf's folder") from error
     return lm_eval
 
 
