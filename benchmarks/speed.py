@@ -27,14 +27,16 @@ from speed_parts.report import write_report
 RESULTS = Path(__file__).parent / "results" / "speed.json"
 LONG = 8192
 MAKERS = {"train": measure.training_step, "prefill": measure.prefill, "decode": measure.decoding}
+MAKERS["decode compiled"] = measure.compiled_decoding
 
 
 def measure_one(name, kind, length, models, args, about) -> dict:
     """One row of the results."""
     make = MAKERS[kind]
+    torch.compiler.reset()  # or graphs of other models would be asked first
     contender, reference = make(models[name], length), make(models["llama"], length)
     row = {"contender": name, "measure": kind, "length": length, **measure.compare(contender, reference, args.rounds)}
-    tokens = measure.BATCH * (measure.DECODE_STEPS if kind == "decode" else length)
+    tokens = measure.BATCH * (measure.DECODE_STEPS if kind.startswith("decode") else length)
     row["tokens_per_second"] = tokens / row["cpu_seconds"]
     flops = contenders.forward_flops(name, models[name], length)
     if kind == "train":
@@ -42,7 +44,7 @@ def measure_one(name, kind, length, models, args, about) -> dict:
             row["share_of_peak"] = 3 * flops * row["tokens_per_second"] / row["peak_flops_per_cpu_second"]
         row["memory_bytes"] = measure.peak_memory(__file__, name, length, args.peer)
         row["memory_of_llama"] = measure.peak_memory(__file__, "llama", length)
-    if kind == "decode":
+    if kind.startswith("decode"):
         row["cache_bytes"] = measure.cache_bytes(contender.cache)
     row["config"] = contenders.config_of(name, models[name])
     return {**row, "run": about}
@@ -92,6 +94,9 @@ def main():
     parser.add_argument("--prefill", nargs="*", type=int, default=[2048, 8192, 32768], metavar="LENGTH")
     parser.add_argument("--long", nargs="*", choices=contenders.NAMES, default=["omeganet", "atlas_every_token"])
     parser.add_argument("--decode", nargs="*", type=int, default=[512, 8192], metavar="CONTEXT")
+    parser.add_argument(
+        "--compiled", nargs="*", type=int, default=[512, 8192], metavar="CONTEXT", help="decoding by torch.compile"
+    )
     parser.add_argument("--rounds", type=int, default=measure.ROUNDS)
     parser.add_argument("--peer", type=Path, help="folder in which titans-pytorch is installed")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -112,6 +117,8 @@ def main():
         kinds = {"train": args.train, "prefill": args.prefill, "decode": args.decode}
         if name == "titans_pytorch":
             kinds["decode"] = []
+        if name in (*contenders.ATLAS, "llama"):
+            kinds["decode compiled"] = args.compiled
         for kind, lengths in kinds.items():
             for length in lengths:
                 if kind == "prefill" and length > LONG and name not in args.long:

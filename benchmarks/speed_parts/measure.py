@@ -8,9 +8,12 @@ import time
 
 import psutil
 import torch
+from transformers import StaticCache
 
 BATCH, PEAK_SIZE = 2, 2048
 ROUNDS, DECODE_STEPS = 5, 16
+# Tokens that a static cache has room for behind its context
+ROOM = 512
 
 
 def timed(function) -> tuple[float, float]:
@@ -58,6 +61,22 @@ def decoding(model, context: int):
     def run():
         for _ in range(DECODE_STEPS):
             model(token, use_cache=True, **{name: cache})
+
+    run.cache = cache
+    return run
+
+
+def compiled_decoding(model, context: int):
+    """As `decoding`, by `torch.compile` on a static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=context + ROOM)
+    with torch.no_grad():
+        model(tokens_of(context), use_cache=True, logits_to_keep=1, cache=cache)
+    step, token = torch.compile(model.forward, fullgraph=True), tokens_of(1, seed=1)
+
+    @torch.no_grad()
+    def run():
+        for _ in range(DECODE_STEPS):
+            step(token, use_cache=True, cache=cache)
 
     run.cache = cache
     return run

@@ -24,13 +24,18 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_rows_of_every_measure(run, capsys):
-    path = run("--contenders", "omeganet", "llama", "--train", 40, "--prefill", 40, "--decode", 24)
+def test_rows_of_every_measure(run, capsys, monkeypatch):
+    compiled = []
+    # What the compiler makes is tested elsewhere, and takes it a minute
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    path = run("--contenders", "omeganet", "llama", "--train", 40, "--prefill", 40, "--decode", 24, "--compiled", 24)
     measured = json.loads(path.read_text())
     rows = {(r["contender"], r["measure"], r["length"]): r for r in measured}
     assert "\nStarted " in path.with_suffix(".md").read_text()
     assert set(rows) == {
-        (c, *m) for c in ("omeganet", "llama") for m in (("train", 40), ("prefill", 40), ("decode", 24))
+        (c, *m)
+        for c in ("omeganet", "llama")
+        for m in (("train", 40), ("prefill", 40), ("decode", 24), ("decode compiled", 24))
     }
     for row in rows.values():
         assert min(row["cpu_seconds"], row["wall_seconds"], row["cpu_ratio"], row["tokens_per_second"]) > 0
@@ -39,17 +44,18 @@ def test_rows_of_every_measure(run, capsys):
     # Llama's cache grows with the context; it has decoded twice
     positions = 24 + 2 * measure.DECODE_STEPS
     assert rows["llama", "decode", 24]["cache_bytes"] == 4 * 2 * measure.BATCH * positions * 256 * 4
+    assert {f.__self__.config.model_type for f in compiled} == {"atlas", "llama"}
     assert "omeganet train 40" in capsys.readouterr().out
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
     before = rows["llama", "decode", 24]
-    run("--contenders", "omeganet", "--train", "--prefill", 40, "--decode")
+    run("--contenders", "omeganet", "--train", "--prefill", 40, "--decode", "--compiled")
     again = json.loads(path.read_text())
     assert len(again) == len(rows)
     assert before in again
     lines = table(again).splitlines()
-    assert "| contender | train 40 | prefill 40 | decode 24 |" in lines
-    assert columns(again) == [("train", 40), ("prefill", 40), ("decode", 24)]
+    assert "| contender | train 40 | prefill 40 | decode 24 | decode compiled 24 |" in lines
+    assert columns(again) == [("train", 40), ("prefill", 40), ("decode", 24), ("decode compiled", 24)]
 
 
 @torch.no_grad()
