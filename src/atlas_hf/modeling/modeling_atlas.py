@@ -269,15 +269,16 @@ class AtlasForCausalLM(AtlasPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: labels with `logits_to_keep`; `skip_logits` without labels or with a loss function of one's own.
         """
-        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            raise ValueError(
-                f"logits_to_keep={logits_to_keep!r} leaves logits out that labels need: pass one of the two, or take the "
-                "loss from the logits kept"
-            )
-        if skip_logits and (labels is None or self.loss_function is not ForCausalLMLoss):
+        whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if skip_logits and (labels is None or not whole or self.loss_function is not ForCausalLMLoss):
             raise ValueError(
                 "skip_logits=True gives transformers' language modelling loss and no logits: pass labels, no logits_to_keep, "
                 "and set no loss_function"
+            )
+        if labels is not None and not whole:
+            raise ValueError(
+                f"logits_to_keep={logits_to_keep!r} leaves logits out that labels need: pass one of the two, or take the "
+                "loss from the logits kept"
             )
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,
