@@ -168,6 +168,19 @@ def test_the_initial_state_is_left_alone():
         assert all(torch.equal(state[name], copy[name]) for name in state)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("form", [chunk_atlas, step_atlas, naive_atlas])
+def test_a_state_does_not_change_with_the_weights(form):
+    """Before a chunk has ended, and fading to zero, a state still holds the learned start."""
+    p = make_problem(tokens=2, batch=1)
+    _, state = p.run(form, decay_to="zero")
+    before = state["matrix_0"].clone()
+    assert before.any()
+    for matrix in p.memory:
+        matrix.add_(1.0)
+    assert torch.equal(state["matrix_0"], before)
+
+
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 @pytest.mark.parametrize("rank", [None, 1, 3])
 def test_feature_products_equal_the_kernel(degree, rank):
